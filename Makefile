@@ -1,0 +1,42 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each makes .venv, or reuses it (see .ci/bootstrap.py).
+#
+#   PYTHON=python3.12 make demo    uses that interpreter; .venv is rebuilt when it was made with another Python version
+#   FLAVOUR=cpu make demo          the CPU packages although there is an NVIDIA driver (or FLAVOUR=cuda)
+#   make demo ARGS="--steps 100"   arguments of the command
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long lint clean set-up
+
+# Nobody who made .venv with PYTHON=... should have to repeat it: a finished .venv decides where PYTHON is not given.
+ifeq ($(PYTHON),)
+PYTHON := $(shell test -e .venv/set-up.json && .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
+endif
+
+# torch looks on the PATH for ninja, torchrun's workers for python.
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+help:  ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+demo: set-up  ## Train on MovieLens-100K three ways and print the table (ARGS="--steps 100 ...")
+	@.venv/bin/torchrec-prealloc demo $(ARGS)
+
+test: lint  ## Lint, then the tests that take seconds (ARGS="-k name ...")
+	@.venv/bin/python -m pytest $(ARGS)
+
+test-long: set-up  ## The tests that take minutes
+	@.venv/bin/python -m pytest -m long $(ARGS)
+
+lint: set-up  ## ruff and mypy
+	@.venv/bin/ruff check .
+	@.venv/bin/mypy
+
+clean:  ## Remove .venv and what tools have left behind
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find torchrec_prealloc tests .ci -name __pycache__ -prune -exec rm -rf {} +
+
+# Asked first in a form that any program understands, so that a missing interpreter and Python 2 get their line too.
+set-up:
+	@test "$$($(PYTHON) -c 'import sys; print(sys.version_info[0])' 2>/dev/null)" = 3 || \
+	  { echo "set-up: '$(PYTHON)' is no Python 3; install Python 3.10 to 3.14, or name one: PYTHON=python3.12 make ..." >&2; exit 1; }
+	@$(PYTHON) .ci/bootstrap.py
