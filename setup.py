@@ -15,7 +15,7 @@ def declared_version() -> str:
     source = (ROOT / "torchrec_prealloc" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__(?:\s*:\s*\w+)?\s*=\s*"([^"]+)"', source, re.MULTILINE)
     if found is None:
-        raise SystemExit("torchrec_prealloc/__init__.py has no line __version__ = \"...\"")
+        raise SystemExit('torchrec_prealloc/__init__.py has no line __version__ = "..."')
     return found.group(1)
 
 

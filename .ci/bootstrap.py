@@ -8,6 +8,7 @@ saying so. Whatever fails ends in one line on stderr that names the problem and 
 Where packages come from is pip's own business: its configuration files and PIP_* variables hold as anywhere else.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import hashlib
@@ -19,12 +20,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, Optional, Sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # The one list of tested versions; setup.py has the ranges. torch, FBGEMM and TorchRec go together only in such triples
-# (see setup.py); the tools are pinned because a newer linter or test runner finds new faults in old code.
+# (see setup.py); tensordict and the tools are pinned because a newer one may refuse this torch, or find new faults in
+# old code. Each of them installs on every Python below; what has no such release, as hypothesis, is not pinned.
 PINS = {
     "torch": "2.13.0",
     "torchrec": "1.8.0",
@@ -33,7 +35,6 @@ PINS = {
     "tensordict": "0.15.3",
     "recbole": "1.2.1",
     "pytest": "9.2.0",
-    "hypothesis": "6.170.17",
     "ruff": "0.17.6",
     "mypy": "2.4.1",
 }
@@ -48,6 +49,9 @@ FBGEMM = {"cpu": "fbgemm-gpu-cpu", "cuda": "fbgemm-gpu"}
 ROOM = {"cpu": 3, "cuda": 12}
 
 
+OTHER_PYTHON = "name another: PYTHON=python3.12 make ..."
+
+
 class Problem(Exception):
     """Something that the user has to put right; the text is the one line that is shown."""
 
@@ -55,8 +59,11 @@ class Problem(Exception):
 def python_problem(version: "Sequence[int]") -> "Optional[str]":
     if OLDEST <= tuple(version[:2]) <= NEWEST:
         return None
-    return "Python %d.%d is not supported (there are packages for %d.%d to %d.%d); name another: PYTHON=python3.12 make ..." % (
-        tuple(version[:2]) + OLDEST + NEWEST
+    return "Python %d.%d is not supported (the packages exist for %d.%d to %d.%d); %s" % (
+        *version[:2],
+        *OLDEST,
+        *NEWEST,
+        OTHER_PYTHON,
     )
 
 
@@ -66,36 +73,37 @@ def venv_problem() -> "Optional[str]":
         import ensurepip  # noqa: F401
         import venv  # noqa: F401
     except ImportError:
-        return "this Python (%s) cannot make environments; install its venv module (Debian, Ubuntu: apt install python3-venv)" % (
-            sys.executable
-        )
+        remedy = "install its venv module (Debian, Ubuntu: apt install python3-venv)"
+        return "this Python (%s) cannot make environments; %s" % (sys.executable, remedy)
     return None
 
 
 def room_problem(needed_gb: float, free_gb: float, place: "Path") -> "Optional[str]":
     if free_gb >= needed_gb:
         return None
-    return "too little disk: the packages need about %.1f GB more in %s, where %.1f GB are free; free some, or clone to a larger disk" % (
+    shortage = "too little disk: the packages need about %.1f GB more in %s, where %.1f GB are free" % (
         needed_gb,
         place,
         free_gb,
     )
+    return shortage + "; free some, or clone to a larger disk"
 
 
 def pip_problem(output: str) -> str:
     """The one line that says what pip's output means, the likeliest cause of all that follows it first."""
     if re.search("No space left on device|Disk quota exceeded", output):
         return "the disk ran full; free some (pip unpacks in TMPDIR or /tmp), and run the same command again"
-    if re.search("ConnectionError|ConnectTimeout|ReadTimeout|Retrying \\(Retry|name resolution|SSLError|ProxyError|HTTP error", output):
+    if re.search("ConnectionError|Timeout|Retrying \\(Retry|name resolution|SSLError|ProxyError|HTTP error", output):
         return "no network: pip cannot reach its package index; check the connection, the proxy, and `pip config list`"
     missing = re.search("No matching distribution found for (\\S+)", output)
     if missing:
-        return "pip finds no %s for this Python (%d.%d, %s); check the network and `pip config list`, or name another: PYTHON=python3.12 make ..." % (
-            (missing.group(1),) + tuple(sys.version_info[:2]) + (os.uname().machine,)
-        )
-    errors = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [line for line in errors if re.match("(?i)error|\\w*error:", line)] or errors or ["it said nothing"]
-    return "an install step failed: %s" % errors[-1]
+        here = "Python %d.%d on %s" % (*sys.version_info[:2], os.uname().machine)
+        remedy = "check the network and `pip config list`, or " + OTHER_PYTHON
+        return "pip finds no %s for %s; %s" % (missing.group(1), here, remedy)
+    said = [line.strip() for line in output.splitlines() if line.strip()]
+    conflicts = [line for line in said if line.startswith("ERROR: Cannot install")]
+    errors = [line for line in said if re.match("(?i)error|\\w*error:", line)]
+    return "an install step failed: %s" % (conflicts or errors or said or ["it said nothing"])[-1]
 
 
 def flavour() -> str:
@@ -122,7 +130,7 @@ def fingerprint(root: "Path") -> str:
 
 
 class Environment:
-    """The environment in ``root/.venv``, and the note in it that tells what it was made for and whether it is finished."""
+    """The environment in ``root/.venv``, and the note in it that tells what it is for and whether it is finished."""
 
     def __init__(self, root: "Path", kind: str) -> None:
         self.root = root
@@ -164,7 +172,7 @@ class Environment:
 
     def run(self, *command: str) -> None:
         """Runs it with its output in the log, the latest line of it shown on a terminal as a sign of life."""
-        lines = []  # type: List[str]
+        lines = []
         with subprocess.Popen(
             command, cwd=str(self.root), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
@@ -179,7 +187,7 @@ class Environment:
             with self.log.open("a", encoding="utf-8") as log:
                 log.write("$ %s\n%s\n" % (" ".join(command), output))
         if process.returncode:
-            raise Problem("%s (all that was printed: %s)" % (pip_problem(output), self.log))
+            raise Problem("%s (all that was printed: %s)" % (pip_problem(output), self.log.relative_to(self.root)))
 
     def pip_install(self, *arguments: str) -> None:
         # No version check and no prompt: neither has anybody to read it.
@@ -212,19 +220,19 @@ class Environment:
         return sizes / 1e9
 
     def check_room(self, kind: str) -> None:
-        """An interrupted set-up is not asked for what it has already used."""
+        """What is in the environment already counts: it stays, or makes room for its successor."""
         needed, free = ROOM[kind] - self.occupied_gb(), shutil.disk_usage(str(self.root)).free / 1e9
         problem = room_problem(needed, free, self.root)
         if problem:
             raise Problem(problem)
 
     def check_torch_build(self, pins: str) -> None:
-        """On a machine without a driver pip may still find only torch's CUDA build: it works, but is several GB large."""
+        """Where pip finds only torch's CUDA build, that one works without a driver too, but is several GB large."""
         report = self.path / "torch.json"
         self.pip_install("--dry-run", "--quiet", "--report", str(report), "--constraint", pins, "torch")
         chosen = [entry["metadata"]["name"] for entry in json.loads(report.read_text(encoding="utf-8"))["install"]]
         if any(name.startswith("nvidia-") for name in chosen):
-            say("pip finds only the CUDA build of torch, several GB; PyTorch's CPU index as PIP_EXTRA_INDEX_URL saves that")
+            say("pip finds only torch's CUDA build (several GB); PyTorch's CPU index as PIP_EXTRA_INDEX_URL saves that")
             self.check_room("cuda")
 
     def install(self) -> None:
@@ -275,16 +283,16 @@ def set_up(root: "Path") -> None:
     if environment.is_finished():
         return
     began = time.monotonic()
+    environment.check_room(environment.kind)
+    what = ".venv (Python %s, %s packages)" % (environment.identity["python"], environment.kind)
     if environment.is_usable():
-        say("completing .venv (Python %s, %s packages)" % (environment.identity["python"], environment.kind))
+        say("completing " + what)
     else:
         problem = venv_problem()
         if problem:
             raise Problem(problem)
-        environment.check_room(environment.kind)
-        say("making .venv (Python %s, %s packages); this takes minutes, once" % (environment.identity["python"], environment.kind))
+        say("making " + what + "; this takes minutes, once")
         environment.create()
-    environment.check_room(environment.kind)
     environment.write_note(finished=False)
     environment.install()
     environment.write_note(finished=True)
@@ -294,10 +302,8 @@ def set_up(root: "Path") -> None:
 def locked(root: "Path") -> int:
     """Holds the folder itself locked, so that two `make` at once do not install into each other's environment."""
     folder = os.open(str(root), os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):  # some file systems have no locks
         fcntl.flock(folder, fcntl.LOCK_EX)
-    except OSError:
-        pass  # a file system without locks
     return folder
 
 
