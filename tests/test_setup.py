@@ -19,8 +19,6 @@ import setuptools
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import torchrec_prealloc
-
 ROOT = Path(__file__).resolve().parent.parent
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
@@ -212,6 +210,8 @@ class TestRequirements:
 
 class TestDeclaration:
     def test_version_is_the_packages_own(self, declared):
+        import torchrec_prealloc
+
         assert declared["version"] == torchrec_prealloc.__version__
 
     def test_name_command_and_python(self, declared, bootstrap):
