@@ -108,17 +108,20 @@ def pip_problem(output: str) -> str:
 
 def flavour() -> str:
     """``cuda`` where there is an NVIDIA driver, else ``cpu``; the variable FLAVOUR overrules it."""
-    wish = os.environ.get("FLAVOUR", "")
-    if wish:
-        if wish not in FBGEMM:
-            raise Problem("FLAVOUR=%s is unknown; it is one of: %s" % (wish, ", ".join(sorted(FBGEMM))))
-        return wish
-    try:
-        # The very library that the CUDA build of FBGEMM loads. An nvidia-smi on the PATH would not prove it is there.
+    wish = os.environ.get("FLAVOUR") or ("cuda" if has_driver() else "cpu")
+    if wish not in FBGEMM:
+        raise Problem("FLAVOUR=%s is unknown; it is one of: %s" % (wish, ", ".join(sorted(FBGEMM))))
+    if wish == "cuda" and not has_driver():
+        raise Problem("FLAVOUR=cuda needs an NVIDIA driver (libnvidia-ml.so.1); install it, or leave FLAVOUR out")
+    return wish
+
+
+def has_driver() -> bool:
+    # The very library that the CUDA build of FBGEMM loads. An nvidia-smi on the PATH would not prove it is there.
+    with contextlib.suppress(OSError):
         ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return "cpu"
-    return "cuda"
+        return True
+    return False
 
 
 def fingerprint(root: "Path") -> str:
