@@ -1,0 +1,14 @@
+"""Train a DLRM on MovieLens-100K three times, each with another way of copying its batches to the device.
+
+`torchrec-prealloc demo` runs it. The modules, in the order in which they use one another:
+
+- `movielens`: the files of MovieLens-100K, read into columns
+- `samples`: features and labels of every rating, split by time
+- `batches`: batches in the order that a seed gives, one share for each rank
+- `model`: the sharded model, its optimizer and its first weights
+- `ways`: the three ways of copying, by name
+- `measure`: memory and speed of one run
+- `train`: one run of one way
+- `losses`: whether two runs had the same losses, bit for bit
+- `command`: the flags, the order of the runs, the table
+"""
