@@ -306,7 +306,11 @@ def locked(root: "Path") -> int:
     """Holds the folder itself locked, so that two `make` at once do not install into each other's environment."""
     folder = os.open(str(root), os.O_RDONLY)
     with contextlib.suppress(OSError):  # some file systems have no locks
-        fcntl.flock(folder, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another one that is at work here")
+            fcntl.flock(folder, fcntl.LOCK_EX)
     return folder
 
 

@@ -197,6 +197,23 @@ class TestReuse:
         assert not environment.is_usable()
 
 
+class TestTwoAtOnce:
+    def test_the_second_says_that_it_waits_and_then_goes_on(self, bootstrap, clone):
+        command = [sys.executable, str(clone / ".ci" / "bootstrap.py")]
+        environment = os.environ | {"FLAVOUR": "rocm"}  # ends the second one as soon as it may start
+        held = bootstrap.locked(clone)
+        try:
+            second = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            assert second.stdout is not None
+            assert "waiting" in second.stdout.readline()
+            assert second.poll() is None
+        finally:
+            os.close(held)
+        assert "rocm" in second.communicate(timeout=30)[1]
+
+
 class TestRequirements:
     def test_are_taken_from_installed_distributions_without_their_extras(self, bootstrap, clone):
         place = clone / ".venv" / "lib" / "python3.11" / "site-packages" / "torchrec-1.8.0.dist-info"
