@@ -24,7 +24,7 @@ class Views:
 
     def __init__(self, base: Tensor) -> None:
         """`base`: uint8, 1-D, its size a multiple of every dtype's item size."""
-        self._base = base
+        self.base = base
         self._typed: dict[torch.dtype, Tensor] = {torch.uint8: base}
 
     def at(self, offset: int, form: Form) -> Tensor:
@@ -48,7 +48,7 @@ class Views:
     def _as(self, dtype: torch.dtype) -> Tensor:
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = self._base.view(dtype)
+            typed = self._typed[dtype] = self.base.view(dtype)
         return typed
 
 
@@ -87,4 +87,4 @@ def host_bytes(unit: Unit, member: Tensor) -> Tensor:
     storage = member.untyped_storage()
     first = unit.start - storage.data_ptr()
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return torch.empty(0, dtype=torch.uint8).set_(storage, first, (unit.nbytes,))
+        return torch.empty(0, dtype=torch.uint8).set_(storage, first, (unit.nbytes,), (1,))

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchrec_prealloc.layout import Form
+
 _TO_COPY = torch.ops.aten._to_copy.default
 _READS_NOTHING = {
     torch.ops.aten.detach.default,
@@ -49,13 +51,16 @@ class Capture(TorchDispatchMode):
     def __init__(
         self,
         device: torch.device,
-        arrive: Callable[[Tensor, tuple[torch.dtype, torch.Size, tuple[int, ...]]], Tensor],
+        arrive: Callable[[Tensor, Form], Tensor],
         flush: Callable[[bool], None],
     ) -> None:
         super().__init__()
         self._device = device
         self._arrive = arrive
         self._flush = flush
+        self.captured: dict[int, list[Tensor]] = {}
+        """The device tensors for the `id` of each host tensor that was converted."""
+        self._kept: list[Tensor] = []
         self._targets: set[int] = set()
         self._sources: set[int] = set()
 
@@ -81,6 +86,8 @@ class Capture(TorchDispatchMode):
         # As CUDA's own copy does, a change of dtype happens on the host, before the transfer.
         host = source if source.dtype == like.dtype else source.to(like.dtype)
         target = self._arrive(host, (like.dtype, like.shape, like.stride()))
+        self.captured.setdefault(id(source), []).append(target)
+        self._kept.append(source)  # so that no other tensor gets its id
         self._targets.add(_storage(target))
         self._sources.add(_storage(source))
         return target

@@ -132,7 +132,7 @@ def _extents(members: list[int], leaves: Sequence[Leaf]) -> list[Unit]:
 
 
 def _arena(units: list[Unit], leaves: Sequence[Leaf]) -> Segment:
-    by_form: dict[object, list[Unit]] = {}
+    by_form: dict[Form | None, list[Unit]] = {}
     for unit in units:
         form = leaves[unit.members[0]].form if len(unit.members) == 1 else None
         by_form.setdefault(form, []).append(unit)

@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
@@ -73,6 +73,9 @@ _REPLACED: dict[Any, Any] = {
 
 class _Call:
     """A method of a pipeline is running: `owner` is the stream that was current when the outermost one was called."""
+
+    pipeline: PreallocPipeline
+    owner: Any
 
     def __init__(self, pipeline: PreallocPipeline) -> None:
         stack = _active.stack
@@ -209,22 +212,26 @@ class PreallocPipeline:
         self._engine.reset()
 
 
-@functools.cache
 def prealloc_pipeline(cls: type[P]) -> type[P]:
     """The subclass of a TorchRec pipeline class (or of a user's subclass of one) that preallocates its batches.
 
-    It takes the same arguments plus `prealloc: PreallocConfig | None`, and is named `Prealloc` + the class' name. Device
-    memory comes from the stream that is current when a method of the pipeline is called from outside (`progress`,
-    mostly); the pipeline's copy stream fills it in place; each consuming stream waits for that copy.
+    It takes the same arguments plus `prealloc: PreallocConfig | None`, and is named `Prealloc` + the class' name.
+    Device memory comes from the stream that is current when a method of the pipeline is called from outside
+    (`progress`, mostly); the pipeline's copy stream fills it in place; each consuming stream waits for that copy.
 
     Raises:
         PipelineError: no method of the class copies or waits by TorchRec's functions, so there is nothing to replace.
     """
+    return cast("type[P]", _subclass(cls))  # type: ignore[arg-type]  # mypy takes no class for hashable
+
+
+@functools.cache
+def _subclass(cls: Any) -> type:
     if not isinstance(cls, type):
         raise PipelineError(f"prealloc_pipeline: {cls!r} is no class; give a pipeline class")
     if issubclass(cls, PreallocPipeline):
         return cls
-    overridden = _overridden(cls)
+    overridden = _overridden(cls)  # type: ignore[arg-type]
     if overridden is cls:
         raise PipelineError(
             f"prealloc_pipeline: no method of {cls.__name__} calls torchrec's _to_device or _wait_for_batch; give a "

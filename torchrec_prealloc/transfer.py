@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -23,15 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_prealloc import batch as batch_tree
-from torchrec_prealloc.batch import BatchError, Walk
-from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unit_views
-from torchrec_prealloc.capture import Capture, RealCopies, is_plain
+from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
-from torchrec_prealloc.layout import Form, Leaf, aligned, plan
-
-_CAPTURE_BYTES = 1 << 20
-"""Size of the arenas into which captured conversions go, whose sizes are not known beforehand."""
+from torchrec_prealloc.ordering import Ordering
+from torchrec_prealloc.shipment import Shipment
 
 
 @dataclass
@@ -52,41 +46,6 @@ class TransferStats:
             setattr(self, name, 0)
 
 
-class Ordering:
-    """Every ordering the engine relies on, one method for each.
-
-    The tests take them away one at a time, and show that the race checker or wrong numbers notice.
-    """
-
-    def copy_after_allocation(self, side: Any, owner: Any) -> None:
-        """The memory may still be in use by work queued on the owner stream before it was allocated."""
-        side.wait_stream(owner)
-
-    def reader_after_copy(self, reader: Any, copied: Any) -> None:
-        """A stream reads the batch only when it has arrived."""
-        reader.wait_event(copied)
-
-    def reader_after_reader(self, reader: Any, earlier: Any) -> None:
-        """The owner stream goes on, and so may reuse the memory, only after the other streams that read it."""
-        reader.wait_stream(earlier)
-
-    def owner_after_copy(self, owner: Any, copied: Any) -> None:
-        """A batch that nobody waited for is dropped: its memory may be reused only when the copy is done with it."""
-        owner.wait_event(copied)
-
-    def free_after_reader(self, arena: Tensor, reader: Any) -> None:
-        """Memory that may be freed while a reader's work is queued (TorchRec's early free) is kept until that ran."""
-        arena.record_stream(reader)
-
-    def host_after_copy(self, copied: Any) -> None:
-        """The host changes or frees memory only when the copies that read it have run."""
-        copied.synchronize()
-
-    def keep(self, sources: list[Any]) -> list[Any]:
-        """Host tensors that a queued copy reads stay alive until it has run."""
-        return sources
-
-
 @dataclass(eq=False)
 class Transfer:
     """One batch on its way to the device."""
@@ -96,9 +55,9 @@ class Transfer:
     _engine: TransferEngine
     _owner: Any
     _copied: Any = None
-    _arenas: list[Tensor] = field(default_factory=list)
-    _isolated: list[Tensor] = field(default_factory=list)
     _foreign: list[Tensor] = field(default_factory=list)
+    _isolated: list[Tensor] = field(default_factory=list)
+    _owned: list[Tensor] = field(default_factory=list)
     _readers: list[Any] = field(default_factory=list)
 
     def wait(self) -> Any:
@@ -108,17 +67,6 @@ class Transfer:
         """
         self._engine.wait_transfer(self, None)
         return self.batch
-
-
-@dataclass
-class _Filling:
-    """An arena that is being filled: where in it which host tensors go."""
-
-    base: Tensor
-    sources: list[Tensor]
-    targets: list[Tensor]
-    """On the CPU: tensors in `base`, copied into directly. Elsewhere: tensors in `staging`."""
-    staging: Tensor | None
 
 
 class TransferEngine:
@@ -139,9 +87,7 @@ class TransferEngine:
         ordering: type[Ordering] = Ordering,
     ) -> None:
         module: Any = torch.get_device_module(device)
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, module.current_device())
-        self.device = device
+        self.device = _with_index(device, module)
         self.config = config or PreallocConfig()
         self.stats = TransferStats()
         self.has_streams = device.type != "cpu" and hasattr(module, "Stream") and hasattr(module, "Event")
@@ -173,29 +119,66 @@ class TransferEngine:
             BatchError: nothing in the batch can be moved to a device, or it cannot be taken apart.
             Exception: what the batch's own `to` raises. Nothing is queued then, and nothing lost.
         """
-        if not batch_tree.is_understood(batch):
+        if not is_understood(batch):
             raise BatchError(
                 f"a batch of type {type(batch).__name__} is no tensor, no registered type and has no `to`; "
                 "register its class with register_batch_type, or give it `to(device, non_blocking)`"
             )
         self._settle_dropped()
         owner = owner if owner is not None else self.current_stream()
-        shipment = _Shipment(self, owner)
+        transfer = Transfer(None, self, owner)
+
+        def flush(shipment: Shipment, reuse_sources: bool) -> None:
+            self._send(shipment, transfer)
+            if self.has_streams:
+                self._order.reader_after_copy(owner, transfer._copied)
+                if reuse_sources:
+                    self._order.host_after_copy(transfer._copied)
+
+        shipment = Shipment(self.device, self.has_streams, self.config.direct_bytes, isolate, flush)
         with self._current(owner):
             try:
-                shipment.load(batch, isolate)
-                shipment.send()
+                transfer.batch = shipment.load(batch)
+                self._send(shipment, transfer)
             except BaseException:
-                shipment.abandon()
+                if transfer._copied is not None:
+                    self._order.owner_after_copy(owner, transfer._copied)
                 raise
-        transfer = shipment.transfer
+        transfer._owned, transfer._isolated, transfer._foreign = shipment.owned, shipment.isolated, shipment.foreign
         self.stats.batches += 1
-        if transfer._arenas or transfer._isolated or transfer._foreign:
-            earlier = self._pending.pop(id(transfer.batch), None)
+        self.stats.allocations += shipment.allocations
+        if shipment.owned or shipment.foreign:
+            earlier = self._pending.get(id(transfer.batch))
             if earlier is not None:
                 self._settle(earlier)
             self._pending[id(transfer.batch)] = transfer
         return transfer
+
+    def _send(self, shipment: Shipment, transfer: Transfer) -> None:
+        """Gather and queue what a shipment lists, and record the event that says it has arrived."""
+        arenas, direct = shipment.take()
+        with torch.no_grad():
+            for arena in arenas:
+                torch._foreach_copy_(arena.targets, arena.sources)
+            if self.has_streams:
+                self._order.copy_after_allocation(self.side, transfer._owner)
+            with self._current(self.side):
+                for arena in arenas:
+                    if arena.staging is not None:
+                        arena.base[: arena.nbytes].copy_(arena.staging[: arena.nbytes], non_blocking=True)
+                    self._count(arena.nbytes)
+                for target, source in direct:
+                    target.copy_(source, non_blocking=True)
+                    self._count(target.numel() * target.element_size())
+        if self.has_streams:
+            transfer._copied = self._module.Event()
+            transfer._copied.record(self.side)
+            read = [arena.staging for arena in arenas] + [source for _, source in direct]
+            self._reading.append((transfer._copied, self._order.keep(read)))
+
+    def _count(self, nbytes: int) -> None:
+        self.stats.copies += 1
+        self.stats.bytes += nbytes
 
     def wait(self, batch: Any, upstream: Any = None) -> bool:
         """Order the current stream after the copy of `batch`.
@@ -281,196 +264,11 @@ class TransferEngine:
                 yield
 
 
-class _Shipment:
-    """The work of `TransferEngine.start` on one batch: `load` allocates and gathers, `send` queues the copies."""
-
-    def __init__(self, engine: TransferEngine, owner: Any) -> None:
-        self.transfer = Transfer(None, engine, owner)
-        self._engine = engine
-        self._device = engine.device
-        self._arenas: list[_Filling] = []
-        self._direct: list[tuple[Tensor, Tensor]] = []
-        self._open: tuple[_Filling, Views, Views, int] | None = None
-        self._sent: list[Any] = []
-
-    # Loading -----------------------------------------------------------------------------------------------------
-
-    def load(self, batch: Any, isolate: bool) -> None:
-        walk = Walk(self._run_own_to, isolate)
-        walk.find(batch)
-        arrived = [self._load_group(list(group.values()), kjt) for kjt, group in enumerate(walk.groups)]
-        self.transfer.batch = walk.rebuild(batch, arrived)
-
-    def _load_group(self, tensors: list[Tensor], isolated: int) -> dict[int, Tensor]:
-        arrived: dict[int, Tensor] = {}
-        plain: list[Tensor] = []
-        for tensor in tensors:
-            if type(tensor) is Tensor and is_plain(tensor) and _is_dense(tensor):
-                plain.append(tensor)
-            else:
-                arrived[id(tensor)] = self._move_alone(tensor)
-        leaves = [_leaf(tensor, index) for index, tensor in enumerate(plain)]
-        kept = self.transfer._isolated if isolated else self.transfer._arenas
-        for segment in plan(leaves, self._engine.config.direct_bytes):
-            base = self._allocate(segment.nbytes)
-            kept.append(base)
-            views = Views(base)
-            units = unit_views(views, segment, leaves)
-            sources = [
-                plain[unit.members[0]] if len(unit.members) == 1 else host_bytes(unit, plain[unit.members[0]])
-                for unit in segment.units
-            ]
-            if segment.direct and self._travels_from(sources[0]):
-                self._direct.append((units[0], sources[0]))
-            else:
-                self._gather(base, units, sources, lambda into, s=segment: unit_views(into, s, leaves))
-            for index, view in leaf_views(views, segment, units, leaves):
-                arrived[id(plain[index])] = view
-        return arrived
-
-    def _gather(self, base: Tensor, units: list[Tensor], sources: list[Tensor], place: Any) -> None:
-        if self._engine.has_streams:
-            staging = _pinned(base.numel())
-            targets = place(Views(staging))
-            self._arenas.append(_Filling(base, sources, targets, staging))
-        else:
-            self._arenas.append(_Filling(base, sources, units, None))
-
-    def _move_alone(self, tensor: Tensor) -> Tensor:
-        """A tensor that is more than strided host memory goes its own way: `.to` on the owner stream."""
-        if tensor.device == self._device and self._device.type != "cpu":
-            self.transfer._foreign.append(tensor)
-            return tensor
-        copy = self._device.type == "cpu" and tensor.is_cpu
-        moved = tensor.to(self._device, non_blocking=True, copy=copy)
-        self.transfer._arenas.append(moved)
-        return moved
-
-    def _travels_from(self, source: Tensor) -> bool:
-        return not self._engine.has_streams or source.is_pinned()
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        self._engine.stats.allocations += 1
-        return allocate(nbytes, self._device)
-
-    # A class' own `to` -------------------------------------------------------------------------------------------
-
-    def _run_own_to(self, obj: Any) -> Any:
-        real = RealCopies() if self._device.type == "cpu" else contextlib.nullcontext()
-        try:
-            with real, Capture(self._device, self._arrive, self._flush):
-                moved = obj.to(device=self._device, non_blocking=True)
-        except Exception as error:
-            error.add_note(f"while a batch's {type(obj).__name__} was moved to {self._device} by its own `to`")
-            raise
-        if moved is None:
-            raise BatchError(f"{type(obj).__name__}.to returned None; it must return the moved object")
-        return moved
-
-    def _arrive(self, source: Tensor, form: Form) -> Tensor:
-        nbytes = source.numel() * source.element_size()
-        if nbytes >= self._engine.config.direct_bytes:
-            base = self._allocate(aligned(nbytes))
-            self.transfer._arenas.append(base)
-            view = Views(base).at(0, form)
-            if self._travels_from(source):
-                self._direct.append((view, source))
-            else:
-                self._gather(base, [view], [source], lambda into: [into.at(0, form)])
-            return view
-        if self._open is None or self._open[3] + nbytes > self._open[0].base.numel():
-            base = self._allocate(_CAPTURE_BYTES)
-            self.transfer._arenas.append(base)
-            self._gather(base, [], [], lambda into: [])
-            filling = self._arenas[-1]
-            staging = filling.staging if filling.staging is not None else base
-            self._open = (filling, Views(base), Views(staging), 0)
-        filling, views, staged, offset = self._open
-        filling.sources.append(source)
-        filling.targets.append(staged.at(offset, form))
-        self._open = (filling, views, staged, offset + aligned(nbytes))
-        return views.at(offset, form)
-
-    def _flush(self, reuse_source: bool) -> None:
-        self.send()
-        engine, copied = self._engine, self.transfer._copied
-        if copied is not None:
-            engine._order.reader_after_copy(self.transfer._owner, copied)
-            if reuse_source:
-                engine._order.host_after_copy(copied)
-
-    # Sending -----------------------------------------------------------------------------------------------------
-
-    def send(self) -> None:
-        """Queue everything loaded so far on the side stream, and record the event that says it has arrived."""
-        engine, transfer = self._engine, self.transfer
-        arenas, direct = self._arenas, self._direct
-        self._arenas, self._direct, self._open = [], [], None
-        with torch.no_grad():
-            for filling in arenas:
-                torch._foreach_copy_(filling.targets, filling.sources)
-            if engine.has_streams:
-                engine._order.copy_after_allocation(engine.side, transfer._owner)
-            with engine._current(engine.side):
-                for filling in arenas:
-                    if filling.staging is not None:
-                        filling.base.copy_(filling.staging, non_blocking=True)
-                    self._count(filling.base.numel())
-                for target, source in direct:
-                    target.copy_(source, non_blocking=True)
-                    self._count(target.numel() * target.element_size())
-        if engine.has_streams:
-            transfer._copied = engine._module.Event()
-            transfer._copied.record(engine.side)
-            read = [filling.staging for filling in arenas] + [source for _, source in direct]
-            engine._reading.append((transfer._copied, engine._order.keep(read)))
-
-    def abandon(self) -> None:
-        """Loading or sending failed: what was queued is ordered before its memory is used again."""
-        engine = self._engine
-        if engine.has_streams and (self.transfer._arenas or self.transfer._isolated):
-            engine._order.reader_after_reader(self.transfer._owner, engine.side)
-
-    def _count(self, nbytes: int) -> None:
-        self._engine.stats.copies += 1
-        self._engine.stats.bytes += nbytes
-
-
-def _leaf(tensor: Tensor, index: int) -> Leaf:
-    numel = tensor.numel()
-    # The last element's end: for a dense tensor of any strides that is its number of elements.
-    nbytes = numel * tensor.element_size()
-    start = tensor.data_ptr()
-    # A tensor without elements, or whose address its dtype could not view in an extent, stands alone.
-    alone = numel == 0 or start % tensor.element_size() != 0
-    storage = -1 - index if alone else tensor.untyped_storage()._cdata
-    return Leaf(storage, start, nbytes, (tensor.dtype, tensor.shape, tensor.stride()))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill one run of memory, each once, in the order of its strides.
-
-    `.to` keeps the strides of such a tensor, and makes any other contiguous.
-    """
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return tensor.numel() > 0
-
-
-def _pinned(nbytes: int) -> Tensor:
-    try:
-        # torch's own host allocator: it keeps a block from being used again until the copies from it have run.
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError as error:
-        warnings.warn(f"cannot pin {nbytes} bytes of host memory ({error}); copies will block the host", stacklevel=2)
-        return torch.empty(nbytes, dtype=torch.uint8)
+def _with_index(device: torch.device, module: Any) -> torch.device:
+    index: Any = device.index
+    if index is not None or device.type == "cpu":
+        return device
+    return torch.device(device.type, module.current_device())
 
 
 def to_device(batch: Any, device: torch.device | str, copy_stream: Any = None) -> Transfer:

@@ -1,0 +1,201 @@
+"""Which types hold tensors, and how each is taken apart and put together again.
+
+A type is understood in one of three ways, looked up once for each type:
+
+1. A **registered** type says itself what it holds (`register_batch_type`). Registered here: `KeyedJaggedTensor`,
+   `JaggedTensor`, `KeyedTensor`, dict, list, tuple and their subclasses, named tuples, dataclasses and attrs classes
+   without a `to` of their own; and whatever `torch.utils._pytree` knows.
+2. A class with **its own `to`** is asked what it moves (`own_to.py`).
+3. Everything else (numbers, strings, numpy arrays, ...) is passed through untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+Flatten = Callable[[Any], tuple[Sequence[Any], Any]]
+Unflatten = Callable[[Sequence[Any], Any], Any]
+
+
+class BatchError(TypeError):
+    """A batch, or something in it, cannot be understood. The message names the type, the reason and the remedy."""
+
+
+class Kind(NamedTuple):
+    """How to take instances of a type apart and put them together again."""
+
+    flatten: Flatten
+    unflatten: Unflatten
+    blank: Callable[[Any], Any] | None = None
+    """Makes the new object before its children, for types that can hold themselves; `unflatten` then fills it, given
+    it as context."""
+
+
+OWN_TO = Kind(lambda obj: ((), obj), lambda children, obj: obj)
+"""Marks a class with its own `to`."""
+
+_registered: dict[type, Kind] = {}
+_resolved: dict[type, Kind | None] = {}
+
+
+def register_batch_type(cls: type, flatten: Flatten, unflatten: Unflatten) -> None:
+    """Say how batches of class `cls` (exactly; subclasses decide for themselves) are taken apart and rebuilt.
+
+    Args:
+        cls: the class. A registration replaces an earlier one, and goes before the class' own `to`.
+        flatten: `flatten(obj) -> (children, context)`: the objects in `obj` that may hold tensors, and anything
+            else that `unflatten` needs. Called once for each batch; must not change `obj`.
+        unflatten: `unflatten(children, context) -> obj`: a new object around the device's children. Must not change
+            `context`.
+
+    Raises:
+        BatchError: `cls` is not a class, or is a tensor class (tensors are what batches are made of).
+    """
+    if not isinstance(cls, type) or issubclass(cls, Tensor):
+        raise BatchError(f"register_batch_type: {cls!r} is not a class that holds tensors; give the batch's class")
+    _registered[cls] = Kind(flatten, unflatten)
+    _resolved.clear()
+
+
+def is_understood(batch: Any) -> bool:
+    """Whether `batch` itself is a tensor, a registered type or a class with its own `to`."""
+    return isinstance(batch, Tensor) or kind_of(type(batch)) is not None
+
+
+def kind_of(cls: type) -> Kind | None:
+    """The kind of a class; `OWN_TO` for one with its own `to`; None for what holds no tensors, and for tensors."""
+    try:
+        return _resolved[cls]
+    except KeyError:
+        kind = _resolved[cls] = _resolve(cls)
+        return kind
+
+
+def _resolve(cls: type) -> Kind | None:
+    if cls in _registered:
+        return _registered[cls]
+    if issubclass(cls, Tensor):
+        return None
+    if callable(getattr(cls, "to", None)):
+        return OWN_TO
+    if cls in pytree.SUPPORTED_NODES and not issubclass(cls, (dict, list, tuple)):
+        node = pytree.SUPPORTED_NODES[cls]
+        return Kind(node.flatten_fn, lambda children, context: node.unflatten_fn(list(children), context))
+    if issubclass(cls, dict):
+        return Kind(lambda obj: (list(obj.values()), None), _fill_dict, copy.copy)
+    if issubclass(cls, list):
+        return Kind(lambda obj: (obj, None), _fill_list, copy.copy)
+    if issubclass(cls, tuple) and cls is not torch.Size:
+        return Kind(lambda obj: (obj, obj), _unflatten_tuple)
+    if dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
+        return fields_kind(cls)
+    return None
+
+
+def _fill_list(children: Sequence[Any], new: list[Any]) -> list[Any]:
+    list.__setitem__(new, slice(None), children)
+    return new
+
+
+def _fill_dict(children: Sequence[Any], new: dict[Any, Any]) -> dict[Any, Any]:
+    # The copy has the same keys in the same order. dict.__setitem__: a subclass' own may have effects.
+    for key, child in zip(list(new), children, strict=True):
+        dict.__setitem__(new, key, child)
+    return new
+
+
+def _unflatten_tuple(children: Sequence[Any], old: tuple[Any, ...]) -> tuple[Any, ...]:
+    cls: Any = type(old)
+    if cls is tuple:
+        return tuple(children)
+    if hasattr(cls, "n_sequence_fields"):  # torch.return_types.*: CPython's struct sequences
+        made: tuple[Any, ...] = cls(children)
+        return made
+    new: tuple[Any, ...] = tuple.__new__(cls, children)
+    if hasattr(old, "__dict__"):
+        new.__dict__.update(old.__dict__)
+    return new
+
+
+# Objects by their attributes -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _slots(cls: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def field_names(obj: Any) -> list[str]:
+    """The attributes that `obj` itself has, in its slots and its `__dict__`."""
+    own = getattr(obj, "__dict__", ())
+    slots = _slots(type(obj))  # type: ignore[arg-type]  # mypy takes no class for hashable
+    return [*(name for name in slots if hasattr(obj, name)), *own] if slots else list(own)
+
+
+def fields_kind(cls: type, kept: Collection[str] = ()) -> Kind:
+    """Instances of `cls` by their attributes, those named in `kept` as they are.
+
+    Rebuilding runs no `__init__` or `__post_init__`: they may compute other values than the object has.
+    """
+
+    def names(obj: Any) -> list[str]:
+        return [name for name in field_names(obj) if name not in kept] if kept else field_names(obj)
+
+    def flatten(obj: Any) -> tuple[Sequence[Any], Any]:
+        return [getattr(obj, name) for name in names(obj)], None
+
+    def blank(obj: Any) -> Any:
+        new: Any = object.__new__(cls)
+        for name in field_names(obj):
+            object.__setattr__(new, name, getattr(obj, name))
+        return new
+
+    def unflatten(children: Sequence[Any], new: Any) -> Any:
+        for name, child in zip(names(new), children, strict=True):
+            object.__setattr__(new, name, child)
+        return new
+
+    return Kind(flatten, unflatten, blank)
+
+
+# TorchRec's jagged types -----------------------------------------------------------------------------------------
+
+
+def _register_moved(cls: type, *moved: str, forgotten: tuple[str, ...] = ()) -> None:
+    """Register `cls` by its attributes: `moved` go to the device, `forgotten` become None, others stay as they are."""
+
+    def flatten(obj: Any) -> tuple[Sequence[Any], Any]:
+        state = obj.__dict__
+        return [state[name] for name in moved], state
+
+    def unflatten(children: Sequence[Any], state: dict[str, Any]) -> Any:
+        new: Any = object.__new__(cls)
+        new.__dict__.update(state)
+        new.__dict__.update(zip(moved, children, strict=True))
+        for name in forgotten:
+            new.__dict__[name] = None
+        return new
+
+    register_batch_type(cls, flatten, unflatten)
+
+
+# `_jt_dict` is what to_dict() answered on the host. TorchRec's own `to` carries it along, host tensors and all; it is
+# forgotten here, so that the device's KJT answers with device tensors.
+_register_moved(
+    KeyedJaggedTensor, "_values", "_weights", "_lengths", "_offsets", "_inverse_indices", forgotten=("_jt_dict",)
+)
+_register_moved(JaggedTensor, "_values", "_weights", "_lengths", "_offsets")
+_register_moved(KeyedTensor, "_values")
