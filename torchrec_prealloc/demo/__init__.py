@@ -6,9 +6,12 @@
 - `samples`: features and labels of every rating, split by time
 - `batches`: batches in the order that a seed gives, one share for each rank
 - `model`: the sharded model, its optimizer and its first weights
+- `process_group`: one process, or those that torchrun started
 - `ways`: the three ways of copying, by name
-- `measure`: memory and speed of one run
-- `train`: one run of one way
+- `measure`: peaks of memory of one run
 - `losses`: whether two runs had the same losses, bit for bit
-- `command`: the flags, the order of the runs, the table
+- `train`: one run of one way
+- `compare`: all ways, one after another
+- `report`: the table and its files
+- `command`: the flags, and what runs when
 """
