@@ -103,7 +103,8 @@ def pip_problem(output: str) -> str:
     said = [line.strip() for line in output.splitlines() if line.strip()]
     conflicts = [line for line in said if line.startswith("ERROR: Cannot install")]
     errors = [line for line in said if re.match("(?i)error|\\w*error:", line)]
-    return "an install step failed: %s" % (conflicts or errors or said or ["it said nothing"])[-1]
+    cause = (conflicts or errors or said or ["it said nothing"])[-1]
+    return "an install step failed: %s; `make clean` and then the same command start anew" % cause
 
 
 def flavour() -> str:
