@@ -12,24 +12,25 @@ ifeq ($(PYTHON),)
 PYTHON := $(shell test -e .venv/set-up.json && .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
 endif
 
-# torch looks on the PATH for ninja, torchrun's workers for python.
-export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# torch looks on the PATH for ninja, a launcher's workers for python. Not exported for all, as PYTHON=python3 must mean
+# the one outside of .venv.
+INSIDE := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 demo: set-up  ## Train on MovieLens-100K three ways and print the table (ARGS="--steps 100 ...")
-	@.venv/bin/torchrec-prealloc demo $(ARGS)
+	@$(INSIDE) .venv/bin/torchrec-prealloc demo $(ARGS)
 
 test: lint  ## Lint, then the tests that take seconds (ARGS="-k name ...")
-	@.venv/bin/python -m pytest $(ARGS)
+	@$(INSIDE) .venv/bin/python -m pytest $(ARGS)
 
 test-long: set-up  ## The tests that take minutes
-	@.venv/bin/python -m pytest -m long $(ARGS)
+	@$(INSIDE) .venv/bin/python -m pytest -m long $(ARGS)
 
 lint: set-up  ## ruff and mypy
-	@.venv/bin/ruff check .
-	@.venv/bin/mypy
+	@$(INSIDE) .venv/bin/ruff check .
+	@$(INSIDE) .venv/bin/mypy
 
 clean:  ## Remove .venv and what tools have left behind
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
