@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _silence_third_parties() -> None:
     """Hide what TorchRec logs and warns about: advice to its developers, which a reader of the demo cannot follow."""
-    for name in ("torchrec", "torch.fx._symbolic_trace", "root"):
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 

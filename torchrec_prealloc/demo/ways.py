@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torchrec.datasets.utils import Batch
 
-from torchrec_prealloc import ConfigError, build_pipeline
-from torchrec_prealloc.config import load_config
+from torchrec_prealloc.config import ConfigError, PreallocConfig, build_pipeline, load_config, pipeline_class
 from torchrec_prealloc.errors import CommandError
 
 BLOCKING = "blocking_copy"
@@ -63,7 +62,8 @@ def three_ways(section: Mapping[str, Any]) -> tuple[Way, Way, Way]:
             TorchRec's pipeline of that name without "Prealloc", with the same options except `prealloc`.
 
     Raises:
-        CommandError: `_target_` is none of our pipelines.
+        CommandError: `_target_` is none of our pipelines, TorchRec has no such pipeline, or `prealloc` is wrong.
+            Other options are checked when the first pipeline is built.
     """
     target = str(section.get("_target_", ""))
     name = target.rpartition(".")[2]
@@ -74,6 +74,13 @@ def three_ways(section: Mapping[str, Any]) -> tuple[Way, Way, Way]:
         )
     theirs = {key: value for key, value in section.items() if key != "prealloc"}
     theirs["_target_"] = f"{_THEIRS}.{name.removeprefix(_PREFIX)}"
+    try:
+        pipeline_class(section)
+        pipeline_class(theirs)
+        # Ours comes last, and nobody should wait for two runs to learn of a typing error.
+        PreallocConfig.of(section.get("prealloc"))
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
     return (
         Way(BLOCKING, _builder(theirs), _move_first),
         Way(NON_BLOCKING, _builder(theirs), _as_they_are),
