@@ -106,12 +106,13 @@ class TestProblemsEndInOneLine:
         assert "NewConnectionError" in (clone / ".venv" / "set-up.log").read_text()
 
     @pytest.mark.parametrize("name", ["no-such-interpreter", "/bin/false"])
-    def test_a_missing_interpreter_is_named(self, clone, name):
+    def test_a_missing_interpreter_is_named(self, bootstrap, clone, name):
         command = ["make", "--no-print-directory", "set-up", f"PYTHON={name}"]
         done = subprocess.run(command, cwd=clone, capture_output=True, text=True, check=False)
         assert done.returncode != 0
         ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]
         assert name in only_line("\n".join(ours))
+        assert "Python {}.{} to {}.{}".format(*bootstrap.OLDEST, *bootstrap.NEWEST) in ours[0]
 
     @pytest.mark.parametrize(
         ("printed", "said"),
