@@ -153,7 +153,7 @@ def pipeline_class(section: Mapping[str, Any]) -> type:
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"pipeline._target_: cannot import {module_name or target!r}: {error}") from None
+        raise ConfigError(f"pipeline._target_: cannot import {module_name or target}: {error}") from None
     try:
         cls = getattr(module, name)
     except AttributeError:
