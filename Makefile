@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long lint clean set-up
 
-# Nobody who made .venv with PYTHON=... should have to repeat it: where PYTHON is not given, the .venv that is there decides.
+# Nobody who made .venv with PYTHON=... should have to repeat it: where it is not given, the .venv that is there decides.
 ifeq ($(PYTHON),)
 PYTHON := $(shell test -e .venv/set-up.json && .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
 endif

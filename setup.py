@@ -26,7 +26,7 @@ def long_description() -> str:
 
 INSTALL_REQUIRES = [
     # Tensors, streams, and torch.get_device_module, by which one code path serves CUDA, MTIA, XPU and the CPU.
-    # 2.7 is the release that the oldest TorchRec below goes with; the tests run with 2.13.
+    # 2.7 is the release that the oldest TorchRec below goes with, and that pair was tried; the tests run with 2.13.
     "torch>=2.7,<3",
     # The pipelines that are subclassed. 1.2 is the oldest whose train_pipeline package has the hook
     # copy_batch_to_gpu where we override it; 2 may move it.
