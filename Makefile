@@ -12,8 +12,7 @@ ifeq ($(PYTHON),)
 PYTHON := $(shell test -e .venv/set-up.json && .venv/bin/python -c '' 2>/dev/null && echo .venv/bin/python || echo python3)
 endif
 
-# torch looks on the PATH for ninja, a launcher's workers for python. Not exported for all, as PYTHON=python3 must mean
-# the one outside of .venv.
+# Tests and commands start python and torchrun by name. Not exported for all: PYTHON=python3 must lead out of .venv.
 INSIDE := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 help:  ## List the targets

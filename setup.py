@@ -48,14 +48,10 @@ EXTRAS_REQUIRE = {
     # distribution recbole, which is not listed: it is used as a box of files, never imported, and its own requirements
     # (ray<=2.6.3 among them) cannot be installed on Python 3.12 and newer. `pip install --no-deps recbole` beside it.
     "demo": ["matplotlib>=3.6,<4"],
-    # Builds the simulator's C++ part at its first use; a C++ compiler has to be there.
-    "simulator": ["ninja>=1.11"],
     "test": [
         "pytest>=8,<10",
         # Random layouts and batches against their plain counterparts.
         "hypothesis>=6.100,<7",
-        # The asynchronous tests run on the simulator.
-        "ninja>=1.11",
         # Pictures are tested too.
         "matplotlib>=3.6,<4",
     ],
