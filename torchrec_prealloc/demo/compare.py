@@ -1,6 +1,8 @@
 """All ways one after another, checked on every rank to have trained the same model."""
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -20,16 +22,29 @@ def run_all(ways: Sequence[Way], train: TrainBatches, test: TestBatches, device:
     runs: list[Run] = []
     for way in ways:
         runs.append(run_way(way, train, test, device))
-        problems = gather(_problem(runs[0], runs[-1]))
-        for rank, problem in enumerate(problems):
-            if problem:
-                raise UnequalLosses(problem if len(problems) == 1 else f"rank {rank}: {problem}")
+        found = gather(_problem(runs[0], runs[-1]))
+        # A rank's wrong batch spoils the other ranks' next step, so the earliest step is where it began.
+        step, rank = min((problem.step, rank) for rank, problem in enumerate(found))
+        if step < _NEVER:
+            where = f"rank {rank}: " if len(found) > 1 else ""
+            raise UnequalLosses(f"{where}{found[rank].text}")
     return runs
 
 
-def _problem(reference: Run, latest: Run) -> str:
-    """Why the two did not train the same model; empty if they did."""
+class _Problem(NamedTuple):
+    """Why two runs did not train the same model, and since which step; 0 is before the first."""
+
+    step: float
+    text: str
+
+
+_NEVER = math.inf
+
+
+def _problem(reference: Run, latest: Run) -> _Problem:
     if latest.first_weights != reference.first_weights:
-        return f"{latest.way} did not start from the weights of {reference.way}"
+        return _Problem(0, f"{latest.way} did not start from the weights of {reference.way}")
     difference = first_difference(reference.losses, latest.losses)
-    return explain_difference(reference.way, latest.way, difference) if difference else ""
+    if difference is None:
+        return _Problem(_NEVER, "")
+    return _Problem(difference.step, explain_difference(reference.way, latest.way, difference))

@@ -116,7 +116,7 @@ def set_first_weights(model: nn.Module, seed: int) -> None:
     for name, value in sorted(model.state_dict().items()):
         if not isinstance(value, ShardedTensor):
             continue
-        rows, width = value.size()
+        rows, width = value.metadata().size
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         table = (torch.rand(rows, width, generator=generator) * 2 - 1) / rows**0.5
         for shard in value.local_shards():
