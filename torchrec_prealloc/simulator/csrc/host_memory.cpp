@@ -190,6 +190,7 @@ void record_host_access(const Access& access) {
   }
   block->shadow.record(kDataRace, access);
   if (access.writes && first) { // until the copy runs, the host may find anything here
+    compare_and_drop([&](const Access& read) { return overlap(read, access.begin, access.end); });
     std::memset(reinterpret_cast<void*>(access.begin), kPoison, access.end - access.begin);
   }
   if (!access.writes) {

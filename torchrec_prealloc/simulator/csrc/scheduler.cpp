@@ -25,6 +25,7 @@ struct Stream {
   uint64_t queued = 0, done = 0; // counts of tasks since the start
   Clock clock;
   Event last_query;
+  bool used = false;
 };
 
 struct State {
@@ -33,6 +34,7 @@ struct State {
   std::mt19937_64 random;
   std::deque<Stream> streams; // by StreamIndex; a deque keeps references valid
   std::map<std::pair<int, c10::StreamId>, StreamIndex> index;
+  std::vector<StreamIndex> used; // since set_schedule, by first use: a seed must not depend on earlier runs
   std::map<const void*, int> groups;
   int next_in_pool[kMaxDevices] = {};
   int devices = 8;
@@ -74,22 +76,26 @@ void let_time_pass() {
   if (s.schedule == Schedule::Lazy) {
     return;
   }
-  for (size_t i = 0; i < s.streams.size(); i++) {
-    auto left = s.streams[i].queued - s.streams[i].done;
+  for (auto stream : s.used) {
+    auto left = at(stream).queued - at(stream).done;
     if (left == 0) {
       continue;
     }
     if (s.schedule == Schedule::Eager) {
-      run_all(i);
+      run_all(stream);
     } else if (s.random() % 2) {
-      run_until(i, s.streams[i].done + 1 + s.random() % left);
+      run_until(stream, at(stream).done + 1 + s.random() % left);
     }
   }
 }
 
 void push(StreamIndex stream, Task task) {
-  at(stream).queue.push_back(std::move(task));
-  at(stream).queued++;
+  auto& s = at(stream);
+  if (!std::exchange(s.used, true)) {
+    state().used.push_back(stream);
+  }
+  s.queue.push_back(std::move(task));
+  s.queued++;
   let_time_pass();
 }
 
@@ -137,8 +143,13 @@ std::unique_lock<std::recursive_mutex> lock() {
 }
 
 void set_schedule(Schedule schedule, uint64_t seed) {
+  run_everything();
   state().schedule = schedule;
   state().random.seed(seed);
+  state().used.clear();
+  for (auto& stream : state().streams) {
+    stream.used = false;
+  }
 }
 
 int device_count() {
