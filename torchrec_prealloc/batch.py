@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_prealloc.batch_types import OWN_TO, BatchError, Kind, kind_of
+from torchrec_prealloc.batch_types import OWN_TO, BatchError, Kind, kind_of, structure
 
 
 class OwnTo(Protocol):
@@ -147,6 +147,23 @@ class Walk:
         self._group = outer
         result = self._built[key] = kind.unflatten(new, context)
         return result
+
+
+class _ByStructure:
+    """Looks into every object with its own `to`."""
+
+    def kind(self, obj: Any) -> Kind | None:
+        return structure(type(obj))  # type: ignore[arg-type]  # mypy takes no class for hashable
+
+    def run(self, obj: Any) -> Any:
+        raise NotImplementedError
+
+
+def tensors_in(obj: Any) -> list[Tensor]:
+    """The distinct tensors that an object holds, those in objects with their own `to` included."""
+    walk = Walk(_ByStructure())
+    walk.find(obj)
+    return list(walk.groups[0].values())
 
 
 def _too_deep(batch: Any) -> BatchError:

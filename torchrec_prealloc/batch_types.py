@@ -11,6 +11,7 @@ A type is understood in one of three ways, looked up once for each type:
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -87,11 +88,18 @@ def _resolve(cls: type) -> Kind | None:
         return None
     if callable(getattr(cls, "to", None)):
         return OWN_TO
-    if cls in pytree.SUPPORTED_NODES and not issubclass(cls, (dict, list, tuple)):
+    return _structure(cls)
+
+
+_PLAIN_CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict)
+
+
+def _structure(cls: type) -> Kind | None:
+    if cls in pytree.SUPPORTED_NODES and cls not in _PLAIN_CONTAINERS:
         node = pytree.SUPPORTED_NODES[cls]
         return Kind(node.flatten_fn, lambda children, context: node.unflatten_fn(list(children), context))
     if issubclass(cls, dict):
-        return Kind(lambda obj: (list(obj.values()), None), _fill_dict, copy.copy)
+        return Kind(lambda obj: (list(dict.values(obj)), None), _fill_dict, copy.copy)
     if issubclass(cls, list):
         return Kind(lambda obj: (obj, None), _fill_list, copy.copy)
     if issubclass(cls, tuple) and cls is not torch.Size:
@@ -99,6 +107,12 @@ def _resolve(cls: type) -> Kind | None:
     if dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
         return fields_kind(cls)
     return None
+
+
+@functools.cache
+def structure(cls: Any) -> Kind:
+    """The kind of a class without regard to its own `to`."""
+    return _registered.get(cls) or _structure(cls) or fields_kind(cls)
 
 
 def _fill_list(children: Sequence[Any], new: list[Any]) -> list[Any]:
@@ -145,6 +159,15 @@ def field_names(obj: Any) -> list[str]:
     return [*(name for name in slots if hasattr(obj, name)), *own] if slots else list(own)
 
 
+def is_made_of_fields(cls: type) -> bool:
+    """Whether objects of a class are nothing but their attributes: no dicts, tuples or other built-in types."""
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return False
+    return True
+
+
 def fields_kind(cls: type, kept: Collection[str] = ()) -> Kind:
     """Instances of `cls` by their attributes, those named in `kept` as they are.
 
@@ -157,8 +180,10 @@ def fields_kind(cls: type, kept: Collection[str] = ()) -> Kind:
     def flatten(obj: Any) -> tuple[Sequence[Any], Any]:
         return [getattr(obj, name) for name in names(obj)], None
 
+    bare = is_made_of_fields(cls)
+
     def blank(obj: Any) -> Any:
-        new: Any = object.__new__(cls)
+        new: Any = object.__new__(cls) if bare else copy.copy(obj)
         for name in field_names(obj):
             object.__setattr__(new, name, getattr(obj, name))
         return new

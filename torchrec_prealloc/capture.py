@@ -1,12 +1,15 @@
 """What a batch class' own `to` does: run it, and put its host → device conversions on the side stream.
 
-While the class' `to` runs, each conversion of a host tensor gets its device memory at once and is queued; everything
-else runs as written, on the stream that owns the memory. An operation that reads a queued tensor, or changes a host
-tensor that a queued copy still reads, first makes the queue run.
+While the class' `to` runs, each conversion of a plain host tensor gets its device memory at once and is queued;
+everything else runs as written, on the stream that owns the memory. An operation that reads a queued tensor, or changes
+a host tensor that a queued copy still reads, first makes the queue run. What PyTorch does not dispatch (a kernel
+launched on a raw pointer) is not seen.
 """
 
 from __future__ import annotations
 
+import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_prealloc.layout import Form
+from torchrec_prealloc.plain import is_plain
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _READS_NOTHING = {
@@ -23,18 +27,6 @@ _READS_NOTHING = {
     torch.ops.aten.record_stream.default,
     torch.ops.aten.is_pinned.default,
 }
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but strided host memory: what can be copied byte by byte, without a gradient."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and not tensor.is_quantized
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 class Capture(TorchDispatchMode):
@@ -64,7 +56,7 @@ class Capture(TorchDispatchMode):
         self._targets: set[int] = set()
         self._sources: set[int] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._sources and func not in _READS_NOTHING and not func.is_view:
             self._order(func, args, kwargs)
@@ -74,10 +66,9 @@ class Capture(TorchDispatchMode):
 
     def _is_arrival(self, source: Tensor, kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
-        if device is None or type(source) is not Tensor or not source.is_cpu or source.layout is not torch.strided:
+        if device is None or not is_plain(source):
             return False
-        same = device.type == self._device.type and device.index in (None, self._device.index)
-        return same and not (source.is_quantized or source.is_conj() or source.is_neg())
+        return bool(device.type == self._device.type and device.index in (None, self._device.index))
 
     def _queue(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         wanted = {**kwargs, "device": torch.device("meta"), "non_blocking": False}
@@ -99,15 +90,23 @@ class Capture(TorchDispatchMode):
             if key in self._targets:
                 reads = True
             elif key in self._sources and func._schema.is_mutable:
-                self._run(reuse_source=True)
+                self.run_queue(reuse_source=True)
                 return
         if reads:
-            self._run(reuse_source=False)
+            self.run_queue(reuse_source=False)
 
-    def _run(self, reuse_source: bool) -> None:
+    def run_queue(self, reuse_source: bool) -> None:
+        """Run what is queued, as `flush` says."""
         self._flush(reuse_source)
         self._targets.clear()
         self._sources.clear()
+
+
+def runs_in(error: BaseException, cls: type) -> bool:
+    """Whether an exception passed through a method of `cls` on its way."""
+    codes = {value.__code__ for value in vars(cls).values() if isinstance(value, types.FunctionType)}
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_code in codes for frame, _ in frames)
 
 
 class RealCopies(TorchFunctionMode):
@@ -115,13 +114,31 @@ class RealCopies(TorchFunctionMode):
 
     On a CPU device a batch's `to` has nothing to convert. With this it converts what it would on an accelerator, so
     that the same code runs there.
+
+    Args:
+        flush: makes the queue run: on the CPU Python may read a tensor's memory without an operation.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __init__(self, flush: Callable[[], None]) -> None:
+        super().__init__()
+        self._flush = flush
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is Tensor.to and _names_cpu(args, kwargs):
             kwargs["copy"] = True
+        elif func in _READS_MEMORY:
+            self._flush()
         return func(*args, **kwargs)
+
+
+_READS_MEMORY = {
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.numpy,
+    Tensor.tolist,
+}
 
 
 def _names_cpu(args: Any, kwargs: dict[str, Any]) -> bool:

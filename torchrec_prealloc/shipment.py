@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_prealloc.batch import Walk
+from torchrec_prealloc import unpinned
+from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, Kind
 from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unit_views
-from torchrec_prealloc.capture import Capture, RealCopies, is_plain
-from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, aligned, plan
-from torchrec_prealloc.own_to import Learned
+from torchrec_prealloc.capture import Capture, RealCopies, runs_in
+from torchrec_prealloc.layout import ALIGNMENT, Form, aligned, plan
+from torchrec_prealloc.own_to import Learned, contents
+from torchrec_prealloc.plain import check_storage, is_dense, is_plain, leaf
 from torchrec_prealloc.staging import pinned
 
 CAPTURE_BYTES = 1 << 20
@@ -96,6 +98,10 @@ class Shipment:
         self._isolate = isolate
         self._flush = flush
         self._open: Arena | None = None
+        self._pinning: list[Tensor] | None = None
+        """Host tensors whose memory is asked whether it is pinned, where that is due."""
+        self._learning: set[int] = set()
+        """Objects whose own `to` runs, by `id`."""
 
     def load(self, batch: Any) -> Any:
         """Allocate device memory for `batch`, and list its copies.
@@ -103,9 +109,13 @@ class Shipment:
         Returns:
             The device's batch, whose tensors hold nothing yet.
         """
+        if self._streams and unpinned.is_due(batch):
+            self._pinning = []
         walk = Walk(self, self._isolate)
         walk.find(batch)
         arrived = [self._load_group(group, index > 0) for index, group in enumerate(walk.groups)]
+        if self._pinning:
+            unpinned.report(batch, self._pinning)
         return walk.rebuild(batch, arrived)
 
     def take(self) -> tuple[list[Arena], list[tuple[Tensor, Tensor]]]:
@@ -120,11 +130,13 @@ class Shipment:
         arrived: dict[int, Tensor] = {}
         plain: list[Tensor] = []
         for key, tensor in group.items():
-            if type(tensor) is Tensor and is_plain(tensor) and _is_dense(tensor):
+            if is_plain(tensor):
                 plain.append(tensor)
             else:
                 arrived[key] = self._move_alone(tensor)
-        leaves = [_leaf(tensor, index) for index, tensor in enumerate(plain)]
+        if self._pinning is not None:
+            self._pinning += plain
+        leaves = [leaf(tensor, index) for index, tensor in enumerate(plain)]
         for segment in plan(leaves, self._direct_bytes):
             base = self._allocate(segment.nbytes, isolated)
             sources = [
@@ -147,7 +159,7 @@ class Shipment:
         return arrived
 
     def _move_alone(self, tensor: Tensor) -> Tensor:
-        """A tensor that is more than dense host memory goes its own way: `.to`, on the owner stream."""
+        """A tensor that is more than strided host memory goes its own way: `.to`, on the owner stream."""
         if self._device.type == "cpu":
             return tensor.to(self._device, copy=tensor.is_cpu)
         if tensor.device == self._device:
@@ -158,8 +170,8 @@ class Shipment:
         return moved
 
     def _can_leave(self, source: Tensor) -> bool:
-        """Whether a dense host tensor can be copied from where it is without the host waiting for the copy."""
-        return not self._streams or source.is_pinned()
+        """Whether a host tensor can be copied from where it is without the host waiting for the copy."""
+        return not self._streams or (is_dense(source) and source.is_pinned())
 
     def _allocate(self, nbytes: int, isolated: bool) -> Tensor:
         base = allocate(nbytes, self._device)
@@ -178,23 +190,76 @@ class Shipment:
     def run(self, obj: Any) -> Any:
         """What an object's own `to` gives; the conversions it makes are put among the batch's copies.
 
+        A `to` that fails under capture runs once more without it. If it fails there too, that is the exception which
+        is raised; if not, its class is *opaque* from then on: its `to` runs plainly, on the owner stream. A class whose
+        `to` has run under capture before is run once more only if the exception came out of an operation on a
+        tensor; any other is its own.
+
         Raises:
             BatchError: `to` returned None.
-            Exception: what `to` raises, unchanged but for a note that names the class.
+            Exception: what `to` raises, unchanged but for a note that names the class (on Python 3.11 and later).
         """
-        real_copies = RealCopies() if self._device.type == "cpu" else contextlib.nullcontext()
+        learned = self._learned(type(obj))
+        if learned.opaque:
+            return self._run_plainly(obj)
+        before = contents(obj) if learned.is_learning(obj) else None
         capture = Capture(self._device, self._arrive, lambda reuse: self._flush(self, reuse))
+        failure: Exception | None = None
         try:
-            with real_copies, capture:
+            with self._copies(capture), capture:
                 moved = obj.to(device=self._device, non_blocking=True)
         except Exception as error:
-            if hasattr(error, "add_note"):  # Python 3.11 on
-                error.add_note(f"while a batch's {type(obj).__name__} was moved to {self._device} by its own `to`")
+            final = isinstance(error, (BatchError, torch.OutOfMemoryError))
+            if final or (learned.ran and not runs_in(error, Capture)):
+                self._note(error, obj)
+                raise
+            failure = error
+        if failure is not None:
+            moved = self._run_plainly(obj)
+            learned.give_up(failure)
+            return moved
+        learned.ran = True
+        self._check_moved(obj, moved)
+        self.owned += [tensor for tensor in tensors_in(moved) if tensor.device == self._device]
+        if before is not None:
+            self._learning.add(id(obj))
+            try:
+                learned.learn(obj, before, moved, capture.captured, self._kept_by)
+            finally:
+                self._learning.discard(id(obj))
+        return moved
+
+    def _copies(self, capture: Capture) -> Any:
+        if self._device.type != "cpu":
+            return contextlib.nullcontext()
+        return RealCopies(lambda: capture.run_queue(reuse_source=True))
+
+    def _run_plainly(self, obj: Any) -> Any:
+        try:
+            moved = obj.to(device=self._device, non_blocking=True)
+        except Exception as error:
+            self._note(error, obj)
             raise
+        self._check_moved(obj, moved)
+        self.owned += [tensor for tensor in tensors_in(moved) if tensor.device == self._device]
+        return moved
+
+    def _note(self, error: Exception, obj: Any) -> None:
+        if hasattr(error, "add_note"):  # Python 3.11 on
+            error.add_note(f"while a batch's {type(obj).__name__} was moved to {self._device} by its own `to`")
+
+    def _check_moved(self, obj: Any, moved: Any) -> None:
         if moved is None:
             raise BatchError(f"{type(obj).__name__}.to returned None; it must return the moved object")
-        self._learned(type(obj)).learn(obj, moved, capture.captured)
-        return moved
+
+    def _kept_by(self, nested: Any) -> frozenset[str] | None:
+        """The fields that a nested object's own `to` leaves on the host; None where it has to run for each object."""
+        learned = self._learned(type(nested))
+        verdict = learned.verdict(nested)
+        if verdict is None and id(nested) not in self._learning and learned.is_learning(nested):
+            self.run(nested)
+            verdict = learned.verdict(nested)
+        return verdict.kept if verdict is not None else None
 
     def _learned(self, cls: type) -> Learned:
         key = (cls, self._device.type)
@@ -204,12 +269,15 @@ class Shipment:
         return learned
 
     def _arrive(self, source: Tensor, form: Form) -> Tensor:
+        check_storage(source)
+        if self._pinning is not None:
+            self._pinning.append(source)
         nbytes = source.numel() * source.element_size()
         if not self._isolate and nbytes < min(self._direct_bytes, CAPTURE_BYTES):
             if self._open is None or not self._open.fits(nbytes):
                 self._open = self._new_arena(CAPTURE_BYTES)
             return self._open.add(source, form)
-        if source.stride() == form[2] and _is_dense(source) and self._can_leave(source):
+        if source.stride() == form[2] and self._can_leave(source):
             target = Views(self._allocate(_size(nbytes), self._isolate)).at(0, form)
             self.direct.append((target, source))
             return target
@@ -223,26 +291,3 @@ class Shipment:
 
 def _size(nbytes: int) -> int:
     return max(aligned(nbytes), ALIGNMENT)
-
-
-def _leaf(tensor: Tensor, index: int) -> Leaf:
-    numel, size = tensor.numel(), tensor.element_size()
-    start = tensor.data_ptr()
-    # A tensor without elements has no place in a storage; one at an odd address could not be viewed in an extent.
-    alone = numel == 0 or start % size != 0
-    storage = -1 - index if alone else tensor.untyped_storage()._cdata
-    return Leaf(storage, start, numel * size, (tensor.dtype, tensor.shape, tensor.stride()))
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements fill one run of memory, each once. `.to` keeps such a tensor's strides."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
