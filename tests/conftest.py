@@ -9,6 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest_plugins = ["torchrec_prealloc.simulator.testing"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _simulator_first() -> None:
+    """Load the simulator, where it can be had, before the first backward pass: autograd counts devices only then."""
+    from torchrec_prealloc import simulator
+
+    if simulator.available()[0]:
+        simulator.device()
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
@@ -18,21 +29,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture(params=["cpu", "simulated", "gpu"])
+@pytest.fixture(params=["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each kind of device: the CPU, the simulator where it can be built, a GPU where there is one."""
-    return make_device(request.param)
-
-
-def make_device(kind: str) -> torch.device:
-    if kind == "simulated":
-        from torchrec_prealloc.simulator.testing import require_simulator
-
-        require_simulator()
-        from torchrec_prealloc import simulator
-
-        return simulator.device()
-    if kind == "gpu":
+    if request.param == "simulated":
+        simulated: torch.device = request.getfixturevalue("simulated_accelerator")
+        return simulated
+    if request.param == "gpu":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
         return torch.device("cuda")

@@ -19,11 +19,12 @@ FEATURES = ("f1", "f2")
 
 
 def make_batches(count: int, seed: int = 1, size: int = 32, wobble: bool = False) -> list[Batch]:
-    """`count` host batches; with `wobble` of up to twice the `size` of the smallest."""
+    """`count` host batches; with `wobble` of up to twice the `size` of the smallest, the same for every `seed`."""
     generator = torch.Generator().manual_seed(seed)
+    sizes = torch.Generator().manual_seed(0)  # ranks' batches must be of one size
     batches = []
     for _ in range(count):
-        rows = size + int(torch.randint(size, (), generator=generator)) if wobble else size
+        rows = size + int(torch.randint(size, (), generator=sizes)) if wobble else size
         lengths = torch.randint(0, 4, (len(FEATURES) * rows,), generator=generator)
         values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
         batches.append(
@@ -79,14 +80,22 @@ def _fields(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in ("dense_features", "sparse_features", "labels")}
 
 
+def _from_keys(batch: Any) -> PlainBatch:  # key by key: TorchRec traces the model with torch.fx
+    return PlainBatch(batch["dense_features"], batch["sparse_features"], batch["labels"])
+
+
+def _from_items(batch: Any) -> PlainBatch:
+    return PlainBatch(batch[0], batch[1], batch[2])
+
+
 # How a batch is wrapped, and how the model gets at its parts.
 CONTAINERS: dict[str, tuple[Callable[[Batch], Any], Callable[[Any], Any]]] = {
     "Batch": (lambda batch: batch, lambda batch: batch),
     "dataclass": (lambda batch: PlainBatch(**_fields(batch)), lambda batch: batch),
-    "dict": (_fields, lambda batch: PlainBatch(**batch)),
-    "OrderedDict": (lambda batch: OrderedDict(_fields(batch)), lambda batch: PlainBatch(**batch)),
-    "list": (lambda batch: list(_fields(batch).values()), lambda batch: PlainBatch(*batch)),
-    "tuple": (lambda batch: tuple(_fields(batch).values()), lambda batch: PlainBatch(*batch)),
+    "dict": (_fields, _from_keys),
+    "OrderedDict": (lambda batch: OrderedDict(_fields(batch)), _from_keys),
+    "list": (lambda batch: list(_fields(batch).values()), _from_items),
+    "tuple": (lambda batch: tuple(_fields(batch).values()), _from_items),
     "named tuple": (lambda batch: NamedBatch(**_fields(batch)), lambda batch: batch),
     "nested": (lambda batch: {"a": [{"b": (batch, "x", None)}]}, lambda batch: batch["a"][0]["b"][0]),
     "only to": (lambda batch: OnlyTo(**_fields(batch)), lambda batch: batch),
