@@ -89,6 +89,13 @@ def test_a_change_of_dtype_alone_moves_nothing_to_another_device() -> None:
     assert counts == OperationCounts(0, 0)
 
 
+def test_a_change_of_dtype_on_the_device_allocates_but_moves_nothing_to_it() -> None:
+    there = torch.rand(4, device=META)
+    with count_operations(META) as counts:
+        there.to(torch.float64)
+    assert counts == OperationCounts(copies=0, allocations=1)
+
+
 def test_what_is_there_already_is_not_copied_again() -> None:
     there = torch.rand(4, device=META)
     assert count_to(there, META) == OperationCounts(0, 0)

@@ -121,6 +121,22 @@ def test_same_seed_same_weights(samples: Samples, group: torch.device) -> None:
     assert digests[0] != digests[2]
 
 
+def tables(vocabulary: dict[str, int], device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    """The first weights of each table."""
+    state = build_model(vocabulary, 3, device, seed)[0].state_dict()
+    return {name: value.local_shards()[0].tensor for name, value in state.items() if hasattr(value, "local_shards")}
+
+
+def test_a_tables_first_weights_depend_on_seed_and_name_alone(group: torch.device) -> None:
+    forward = tables({"user_id": 40, "title": 50}, group, 5)
+    backward = tables({"title": 50, "user_id": 40}, group, 5)
+    reseeded = tables({"user_id": 40, "title": 50}, group, 6)
+    assert len(forward) == 2
+    for name, table in forward.items():
+        assert torch.equal(table, backward[name])
+        assert not torch.equal(table, reseeded[name])
+
+
 def test_the_digest_sees_every_weight(samples: Samples, group: torch.device) -> None:
     model, _ = build_model(samples.vocabulary, 3, group, 5)
     before = weights_digest(model)
