@@ -85,7 +85,7 @@ def _cache() -> pathlib.Path:
 
 def _library() -> pathlib.Path:
     content = hashlib.sha256(" ".join(_FLAGS).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(_SOURCES.glob("*.[ch]*")):  # and no README
         content.update(source.name.encode() + source.read_bytes())
     key = f"torch{torch.__version__}-{sys.implementation.cache_tag}-{content.hexdigest()[:16]}"
     return _cache() / key / f"{_NAME}.so"

@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <set>
@@ -23,7 +22,7 @@ struct Block {
   size_t requested;
   Segment* segment;
   bool allocated = false; // a storage has it
-  bool active = false; // allocated, or freed and waiting for `awaited`
+  bool active = false; // allocated, or freed and waiting for the recorded streams
   std::map<StreamIndex, Event> recorded; // by record_stream; the events are recorded at the free
   uint64_t fresh_time = 0; // the owner's clock at the allocation
   uint64_t filled_at = 0; // position in the owner's queue after the poison fill
@@ -52,42 +51,12 @@ struct State {
   std::map<std::pair<StreamIndex, bool>, std::set<std::pair<size_t, char*>>> free_blocks; // by (stream, small)
   std::vector<Block*> waiting; // freed, recorded streams not past the free yet
   std::vector<PendingFree> pending_frees;
-  std::map<StreamIndex, DeviceStats> stats;
-  std::map<int, DeviceStats> device_stats;
   std::optional<size_t> limit;
-  std::deque<TraceEntry> history;
-  size_t max_history = 0;
 };
 
 State& state() {
   static auto* s = new State;
   return *s;
-}
-
-// ---- statistics
-
-void change(c10::CachingAllocator::StatArray DeviceStats::* stat, const Segment& segment, int64_t amount) {
-  using c10::CachingAllocator::StatType;
-  auto pool = segment.small ? StatType::SMALL_POOL : StatType::LARGE_POOL;
-  for (auto* stats : {&state().stats[segment.stream], &state().device_stats[device_of(segment.stream)]}) {
-    for (auto type : {StatType::AGGREGATE, pool}) {
-      auto& s = (stats->*stat)[static_cast<size_t>(type)];
-      amount < 0 ? s.decrease(-amount) : s.increase(amount);
-    }
-  }
-}
-
-void trace(const char* action, const Segment& segment, uintptr_t address, size_t size, const Stack& stack) {
-  auto& s = state();
-  if (s.max_history == 0) {
-    return;
-  }
-  auto now = std::chrono::system_clock::now().time_since_epoch();
-  auto time = std::chrono::duration_cast<std::chrono::microseconds>(now).count();
-  s.history.push_back({action, segment.stream, address, size, time, stack});
-  if (s.history.size() > s.max_history) {
-    s.history.pop_front();
-  }
 }
 
 // ---- free blocks
@@ -99,16 +68,16 @@ std::set<std::pair<size_t, char*>>& pool_of(const Segment& segment) {
 void insert_free(Block& block) {
   pool_of(*block.segment).insert({block.size, block.base});
   if (block.size < block.segment->size) {
-    change(&DeviceStats::inactive_split, *block.segment, 1);
-    change(&DeviceStats::inactive_split_bytes, *block.segment, block.size);
+    count(&DeviceStats::inactive_split, *block.segment, 1);
+    count(&DeviceStats::inactive_split_bytes, *block.segment, block.size);
   }
 }
 
 void erase_free(Block& block) {
   pool_of(*block.segment).erase({block.size, block.base});
   if (block.size < block.segment->size) {
-    change(&DeviceStats::inactive_split, *block.segment, -1);
-    change(&DeviceStats::inactive_split_bytes, *block.segment, -static_cast<int64_t>(block.size));
+    count(&DeviceStats::inactive_split, *block.segment, -1);
+    count(&DeviceStats::inactive_split_bytes, *block.segment, -static_cast<int64_t>(block.size));
   }
 }
 
@@ -123,9 +92,9 @@ void merge(Block& block, Block& next) {
 void free_block(Block& freed) {
   auto* block = &freed;
   auto& segment = *block->segment;
-  trace("free_completed", segment, block->begin(), block->size, nullptr);
-  change(&DeviceStats::active, segment, -1);
-  change(&DeviceStats::active_bytes, segment, -static_cast<int64_t>(block->size));
+  trace("free_completed", segment.stream, block->begin(), block->size, nullptr);
+  count(&DeviceStats::active, segment, -1);
+  count(&DeviceStats::active_bytes, segment, -static_cast<int64_t>(block->size));
   block->active = false;
   block->recorded.clear();
   auto here = state().blocks.find(block->base);
@@ -146,6 +115,14 @@ void free_block(Block& freed) {
   insert_free(*block);
 }
 
+// The recorded streams have passed the free.
+void finish_free(Block& block) {
+  for (auto& [stream, event] : block.recorded) {
+    block.shadow.forget_seen(event->clock);
+  }
+  free_block(block);
+}
+
 void complete_waiting_frees() {
   std::erase_if(state().waiting, [](Block* block) {
     for (auto& [stream, event] : block->recorded) {
@@ -153,10 +130,7 @@ void complete_waiting_frees() {
         return false;
       }
     }
-    for (auto& [stream, event] : block->recorded) {
-      block->shadow.forget_seen(event->clock);
-    }
-    free_block(*block);
+    finish_free(*block);
     return true;
   });
 }
@@ -185,7 +159,7 @@ size_t segment_size(size_t size) {
 }
 
 bool over_limit(int device, size_t size) {
-  auto reserved = static_cast<size_t>(state().device_stats[device].reserved_bytes[0].current);
+  auto reserved = static_cast<size_t>(device_stats(device).reserved_bytes[0].current);
   return state().limit && reserved + size > *state().limit;
 }
 
@@ -194,7 +168,7 @@ void release_cached_segments() {
   auto& s = state();
   run_everything();
   for (auto* block : s.waiting) {
-    free_block(*block);
+    finish_free(*block);
   }
   s.waiting.clear();
   for (auto it = s.segments.begin(); it != s.segments.end();) {
@@ -205,9 +179,9 @@ void release_cached_segments() {
       continue;
     }
     erase_free(block);
-    change(&DeviceStats::segment, segment, -1);
-    change(&DeviceStats::reserved_bytes, segment, -static_cast<int64_t>(segment.size));
-    trace("segment_free", segment, block.begin(), segment.size, nullptr);
+    count(&DeviceStats::segment, segment, -1);
+    count(&DeviceStats::reserved_bytes, segment, -static_cast<int64_t>(segment.size));
+    trace("segment_free", segment.stream, block.begin(), segment.size, nullptr);
     std::free(segment.base);
     s.blocks.erase(segment.base);
     it = s.segments.erase(it);
@@ -220,16 +194,13 @@ Block& new_segment(StreamIndex stream, size_t size, const Stack& stack) {
   auto bytes = segment_size(size);
   void* base = nullptr;
   if (over_limit(device, bytes)) {
-    s.device_stats[device].num_alloc_retries++;
-    s.stats[stream].num_alloc_retries++;
+    count_retry(stream);
     release_cached_segments();
   }
   if (over_limit(device, bytes) || posix_memalign(&base, kMinBlockSize, bytes) != 0) {
-    s.device_stats[device].num_ooms++;
-    s.stats[stream].num_ooms++;
-    Segment none{nullptr, 0, stream, size <= kSmallSize};
-    trace("oom", none, 0, size, stack);
-    auto& stats = s.device_stats[device];
+    count_oom(stream);
+    trace("oom", stream, 0, size, stack);
+    auto& stats = device_stats(device);
     TORCH_CHECK_WITH(OutOfMemoryError, false, "Simulator out of memory. Tried to allocate ", size,
                      " bytes (a segment of ", bytes, "). Device ", device, " has a limit of ",
                      s.limit.value_or(0), " bytes, ", stats.reserved_bytes[0].current, " are reserved, ",
@@ -237,9 +208,9 @@ Block& new_segment(StreamIndex stream, size_t size, const Stack& stack) {
   }
   auto* address = static_cast<char*>(base);
   auto& segment = s.segments[address] = {address, bytes, stream, size <= kSmallSize, stack};
-  change(&DeviceStats::segment, segment, 1);
-  change(&DeviceStats::reserved_bytes, segment, bytes);
-  trace("segment_alloc", segment, reinterpret_cast<uintptr_t>(base), bytes, stack);
+  count(&DeviceStats::segment, segment, 1);
+  count(&DeviceStats::reserved_bytes, segment, bytes);
+  trace("segment_alloc", segment.stream, reinterpret_cast<uintptr_t>(base), bytes, stack);
   auto& block = s.blocks[address] = Block{address, bytes, 0, &segment};
   insert_free(block);
   return block;
@@ -266,13 +237,13 @@ Block& allocate_block(StreamIndex stream, size_t requested, const Stack& stack) 
   }
   block.allocated = block.active = true;
   block.requested = requested;
-  block.stack = s.max_history ? stack : nullptr;
-  change(&DeviceStats::allocation, *block.segment, 1);
-  change(&DeviceStats::allocated_bytes, *block.segment, block.size);
-  change(&DeviceStats::requested_bytes, *block.segment, requested);
-  change(&DeviceStats::active, *block.segment, 1);
-  change(&DeviceStats::active_bytes, *block.segment, block.size);
-  trace("alloc", *block.segment, block.begin(), block.size, stack);
+  block.stack = records_history() ? stack : nullptr;
+  count(&DeviceStats::allocation, *block.segment, 1);
+  count(&DeviceStats::allocated_bytes, *block.segment, block.size);
+  count(&DeviceStats::requested_bytes, *block.segment, requested);
+  count(&DeviceStats::active, *block.segment, 1);
+  count(&DeviceStats::active_bytes, *block.segment, block.size);
+  trace("alloc", block.segment->stream, block.begin(), block.size, stack);
   return block;
 }
 
@@ -297,13 +268,17 @@ void free_storage(void* context) {
   auto& block = *static_cast<Block*>(context);
   auto owner = block.segment->stream;
   block.allocated = false;
-  change(&DeviceStats::allocation, *block.segment, -1);
-  change(&DeviceStats::allocated_bytes, *block.segment, -static_cast<int64_t>(block.size));
-  change(&DeviceStats::requested_bytes, *block.segment, -static_cast<int64_t>(block.requested));
-  trace("free_requested", *block.segment, block.begin(), block.size, stack);
+  count(&DeviceStats::allocation, *block.segment, -1);
+  count(&DeviceStats::allocated_bytes, *block.segment, -static_cast<int64_t>(block.size));
+  count(&DeviceStats::requested_bytes, *block.segment, -static_cast<int64_t>(block.requested));
+  trace("free_requested", block.segment->stream, block.begin(), block.size, stack);
   if (checker().enabled) {
     auto clock = clock_of(owner);
     clock.join(host_clock());
+    // The block waits for the recorded streams, and so for all that these were ordered after.
+    for (auto& [stream, event] : block.recorded) {
+      clock.join(clock_of(stream));
+    }
     if (auto* use = block.shadow.find_unseen(clock, block.recorded)) {
       state().pending_frees.push_back(
           {owner, *use, {block.begin(), block.end(), owner, 0, 0, true, "free", stack}});
@@ -422,31 +397,6 @@ void forget_device_accesses() {
   }
 }
 
-const std::map<StreamIndex, DeviceStats>& stream_stats() {
-  return state().stats;
-}
-
-const DeviceStats& device_stats(int device) {
-  return state().device_stats[device];
-}
-
-void reset_peak_stats() {
-  auto reset = [](DeviceStats& s) {
-    for (auto* array : {&s.allocation, &s.segment, &s.active, &s.inactive_split, &s.allocated_bytes,
-                        &s.reserved_bytes, &s.active_bytes, &s.inactive_split_bytes, &s.requested_bytes}) {
-      for (auto& stat : *array) {
-        stat.reset_peak();
-      }
-    }
-  };
-  for (auto& [stream, stats] : state().stats) {
-    reset(stats);
-  }
-  for (auto& [device, stats] : state().device_stats) {
-    reset(stats);
-  }
-}
-
 std::vector<BlockState> list_blocks() {
   std::vector<BlockState> list;
   for (auto& [base, b] : state().blocks) {
@@ -454,16 +404,6 @@ std::vector<BlockState> list_blocks() {
     list.push_back({*b.segment, b.begin(), b.size, b.requested, name, b.stack});
   }
   return list;
-}
-
-void record_history(size_t max_entries) {
-  state().max_history = max_entries;
-  checker().history = max_entries > 0;
-  state().history.clear();
-}
-
-const std::deque<TraceEntry>& history() {
-  return state().history;
 }
 
 } // namespace sim

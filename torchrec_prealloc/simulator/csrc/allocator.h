@@ -6,38 +6,17 @@
 #pragma once
 
 #include "checker.h"
+#include "statistics.h"
 
-#include <c10/core/CachingDeviceAllocator.h>
-
-#include <deque>
 #include <optional>
 
 namespace sim {
-
-using DeviceStats = c10::CachingDeviceAllocator::DeviceStats;
-
-struct Segment {
-  char* base;
-  size_t size;
-  StreamIndex stream;
-  bool small;
-  Stack stack;
-};
 
 struct BlockState { // of a memory snapshot
   Segment segment;
   uintptr_t address;
   size_t size, requested;
   const char* state;
-  Stack stack;
-};
-
-struct TraceEntry { // one line of a memory snapshot's device_traces
-  std::string action;
-  StreamIndex stream;
-  uintptr_t address;
-  size_t size;
-  int64_t time_us;
   Stack stack;
 };
 
@@ -52,12 +31,7 @@ void set_memory_limit(std::optional<size_t> bytes); // of reserved memory, for e
 void check_pending_frees(); // reports those that are not in order yet
 void forget_device_accesses();
 
-// For the Python side. Call under lock().
-const std::map<StreamIndex, DeviceStats>& stream_stats();
-const DeviceStats& device_stats(int device);
-void reset_peak_stats();
+// For memory snapshots. Call under lock().
 std::vector<BlockState> list_blocks(); // by address
-void record_history(size_t max_entries); // 0 stops it
-const std::deque<TraceEntry>& history();
 
 } // namespace sim

@@ -113,7 +113,7 @@ py::list segments() {
   return result;
 }
 
-py::list trace() {
+py::list trace_entries() {
   py::list result;
   for (auto& entry : locked([] { return history(); })) {
     result.append(py::dict(
@@ -173,5 +173,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     record_history(max_entries);
   });
   m.def("segments", &segments);
-  m.def("trace", &trace);
+  m.def("trace", &trace_entries);
 }

@@ -7,6 +7,22 @@
 namespace sim {
 namespace {
 
+// Gloo's results are CPU tensors over the bytes of those that it was given: give back the latter.
+c10::IValue as_given(const c10::IValue& value, const std::vector<at::Tensor>& given) {
+  if (!value.isTensorList()) {
+    return value;
+  }
+  auto tensors = value.toTensorVector();
+  for (auto& tensor : tensors) {
+    for (auto& original : given) {
+      if (original.data_ptr() == tensor.data_ptr() && original.sizes() == tensor.sizes()) {
+        tensor = original;
+      }
+    }
+  }
+  return tensors;
+}
+
 class OrderedWork final : public c10d::Work {
  public:
   OrderedWork(c10::intrusive_ptr<c10d::Work> work, Event done, std::vector<at::Tensor> tensors)
@@ -54,16 +70,23 @@ class OrderedWork final : public c10d::Work {
     return completed;
   }
 
-  // DistributedDataParallel waits for this one, in the backward pass of whichever stream.
+  // DistributedDataParallel waits for this one. A future of the device makes the stream that is current at its wait()
+  // follow the streams that are current where it is completed: in gloo's thread, the group's.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = work_->getFuture();
-    return future->then(
-        [done = done_](c10::ivalue::Future& finished) {
-          auto guard = lock();
-          synchronize_event(done);
-          return finished.value();
-        },
-        future->elementType());
+    auto work = work_->getFuture();
+    c10::Device device(kDevice, static_cast<c10::DeviceIndex>(device_of(done_->stream)));
+    auto future = c10::make_intrusive<c10::ivalue::Future>(work->elementType(), std::vector<c10::Device>{device});
+    work->addCallback([future, stream = done_->stream, held = held_](c10::ivalue::Future& finished) {
+      if (finished.hasError()) {
+        future->setError(finished.exception_ptr());
+        return;
+      }
+      auto previous = current_stream(device_of(stream));
+      set_current_stream(stream);
+      future->markCompleted(as_given(finished.value(), held));
+      set_current_stream(previous);
+    });
+    return future;
   }
 
  private:

@@ -121,6 +121,9 @@ at::Tensor empty_device(at::IntArrayRef size, at::IntArrayRef stride, at::Scalar
 // Grows the storage where it is too small; the old bytes are copied in stream order.
 const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard device_guard(self.device());
+  if (self.sizes() == size && !format) {
+    return self;
+  }
   auto* impl = self.unsafeGetTensorImpl();
   auto storage = self.storage();
   auto bytes = at::detail::computeStorageNbytesContiguous(size, self.itemsize(), self.storage_offset());
