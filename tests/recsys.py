@@ -30,7 +30,7 @@ def make_batches(count: int, seed: int = 1, size: int = 32, wobble: bool = False
         batches.append(
             Batch(
                 dense_features=torch.randn(rows, DENSE, generator=generator),
-                sparse_features=KeyedJaggedTensor(list(FEATURES), values, lengths=lengths),
+                sparse_features=KeyedJaggedTensor(list(reversed(FEATURES)), values, lengths=lengths),
                 labels=torch.rand(rows, generator=generator),
             )
         )

@@ -1,0 +1,196 @@
+"""The engine: whose memory, which order, what is held how long."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from recsys import make_batches, pinned
+from torch import Tensor
+
+from torchrec_prealloc import BatchError, to_device
+from torchrec_prealloc.transfer import TransferEngine
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def accelerator(simulated_accelerator: torch.device) -> torch.device:
+    return simulated_accelerator
+
+
+def module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+def reserved(device: torch.device) -> dict[int, int]:
+    """Bytes reserved now, for each stream of `device` that holds some."""
+    from torchrec_prealloc import simulator
+
+    streams = simulator.stats().streams.items()
+    here = device.index or 0
+    return {stream: stats.reserved for (index, stream), stats in streams if index == here and stats.reserved}
+
+
+# One batch -------------------------------------------------------------------------------------------------------
+
+
+def test_the_wish_of_the_original_report(accelerator: torch.device) -> None:
+    """Side-stream transfer, memory of the current stream, one handle to wait on."""
+    from torchrec_prealloc import simulator
+
+    (batch,) = pinned(make_batches(1))
+    side = module(accelerator).Stream()
+    with simulator.checked(schedule="lazy"):
+        handle = to_device(batch, accelerator, copy_stream=side)
+        arrived = handle.wait()
+        result = arrived.dense_features * 2
+        assert result.cpu().equal(batch.dense_features * 2)
+    assert side.stream_id not in reserved(accelerator)
+
+
+def test_without_the_wait_the_checker_reports_a_race(accelerator: torch.device) -> None:
+    from torchrec_prealloc import simulator
+
+    (batch,) = pinned(make_batches(1))
+    with simulator.checked(schedule="lazy", raise_on_report=False) as run:
+        handle = to_device(batch, accelerator)
+        _ = handle.batch.dense_features * 2
+    assert run.reports
+
+
+def test_memory_comes_from_the_stream_that_is_current(accelerator: torch.device) -> None:
+    mine, side = module(accelerator).Stream(), module(accelerator).Stream()
+    before = reserved(accelerator)
+    with module(accelerator).stream(mine):
+        handle = TransferEngine(accelerator, side).start(make_batches(1)[0])
+        assert set(reserved(accelerator)) - set(before) == {mine.stream_id}
+        handle.wait()
+
+
+def test_a_tensor_is_a_batch(device: torch.device) -> None:
+    host = torch.arange(12.0).reshape(3, 4)
+    arrived = to_device(host, device).wait()
+    assert arrived.device.type == device.type
+    assert arrived.cpu().equal(host)
+    assert arrived.data_ptr() != host.data_ptr()
+
+
+@pytest.mark.parametrize("batch", [None, 3, "text", object(), {1, 2}], ids=lambda batch: type(batch).__name__)
+def test_what_cannot_be_moved_is_refused_by_its_type(batch: Any) -> None:
+    with pytest.raises(BatchError, match=f"type {type(batch).__name__} is no tensor.*register_batch_type"):
+        to_device(batch, CPU)
+
+
+def test_large_pinned_tensors_travel_from_where_they_are(accelerator: torch.device) -> None:
+    engine = TransferEngine(accelerator)
+    large, small = torch.zeros(MIB, dtype=torch.uint8).pin_memory(), torch.zeros(5).pin_memory()
+    engine.start({"large": large, "small": small}).wait()
+    assert (engine.stats.copies, engine.stats.allocations) == (2, 2)
+    assert engine.stats.bytes == MIB + 64
+
+
+def test_the_number_of_small_tensors_changes_no_count(device: torch.device) -> None:
+    for count in (1, 600):
+        engine = TransferEngine(device)
+        engine.start([torch.zeros(16) for _ in range(count)]).wait()
+        assert (engine.stats.batches, engine.stats.copies, engine.stats.allocations) == (1, 1, 1)
+
+
+# How long memory is held -----------------------------------------------------------------------------------------
+
+
+def test_the_batch_is_nobodys_but_the_pipelines_once_its_owner_waited(device: torch.device) -> None:
+    engine = TransferEngine(device)
+    handle = engine.start([torch.zeros(4)])
+    leaf = weakref.ref(handle.wait()[0])
+    del handle
+    gc.collect()
+    assert leaf() is None
+    assert not engine._pending
+
+
+def test_memory_that_another_stream_reads_is_held_until_the_owner_follows_it(accelerator: torch.device) -> None:
+    engine = TransferEngine(accelerator)
+    reader = module(accelerator).Stream()
+    handle = engine.start([torch.zeros(4)])
+    with module(accelerator).stream(reader):
+        assert engine.wait(handle.batch)
+    assert engine._pending
+    assert engine.wait(handle.batch, upstream=reader)
+    assert not engine._pending
+
+
+def test_a_batch_dropped_before_anyone_waited_goes_at_the_next_one(accelerator: torch.device) -> None:
+    from torchrec_prealloc import simulator
+
+    engine = TransferEngine(accelerator)
+    with simulator.checked(schedule="lazy"):
+        engine.start([torch.zeros(4)])  # dropped at once
+        assert len(engine._pending) == 1
+        second = engine.start([torch.zeros(4)])
+        assert list(engine._pending.values()) == [second]
+        second.wait()
+
+
+def test_a_tensor_kept_by_the_user_keeps_its_values(device: torch.device) -> None:
+    engine = TransferEngine(device)
+    kept: list[Tensor] = []
+    for step in range(20):
+        batch = engine.start({"label": torch.full((8,), float(step)), "rest": torch.zeros(1000)}).wait()
+        kept.append(batch["label"].detach())
+    assert [label.tolist() for label in kept] == [[float(step)] * 8 for step in range(20)]
+
+
+def test_host_tensors_live_until_the_copy_has_run(accelerator: torch.device) -> None:
+    from torchrec_prealloc import simulator
+
+    engine = TransferEngine(accelerator)
+    host = torch.ones(2 * MIB, dtype=torch.uint8)
+    simulator.register_host(host)
+    with simulator.checked(schedule="lazy"):
+        reference = weakref.ref(host)
+        handle = engine.start([host])
+        del host
+        gc.collect()
+        assert reference() is not None
+        assert int(handle.wait()[0].sum()) == 2 * MIB
+        module(accelerator).synchronize()
+        engine.close()
+        assert reference() is None
+
+
+# Failures --------------------------------------------------------------------------------------------------------
+
+
+class Stubborn:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Stubborn:
+        self.tensor.to(device, non_blocking=non_blocking)
+        raise ValueError("not today")
+
+
+def test_a_to_that_raises_loses_nothing_and_the_next_batch_goes(device: torch.device) -> None:
+    engine = TransferEngine(device)
+    with pytest.raises(ValueError, match="not today") as caught:
+        engine.start({"a": torch.zeros(3), "b": Stubborn(torch.zeros(4))})
+    assert any("Stubborn" in note for note in getattr(caught.value, "__notes__", ["Stubborn"]))
+    assert not engine._pending
+    assert engine.start([torch.ones(3)]).wait()[0].tolist() == [1.0] * 3
+
+
+def test_an_exhausted_device_raises_torchs_error_and_the_engine_goes_on(accelerator: torch.device) -> None:
+    from torchrec_prealloc import simulator
+
+    engine = TransferEngine(accelerator)
+    simulator.set_memory_limit(4 * MIB)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.start([torch.zeros(64 * MIB, dtype=torch.uint8)])
+    assert not engine._pending
+    assert engine.start([torch.ones(3)]).wait()[0].tolist() == [1.0] * 3
