@@ -100,6 +100,21 @@ def test_a_collective_keeps_its_tensors_until_wait(device: torch.device) -> None
         assert target.sum().item() == 100
 
 
+@pytest.mark.parametrize("fault", [True, False], ids=["fault", "clean"])
+def test_data_parallel_gradients_are_ordered_for_their_stream_only(device: torch.device, fault: bool) -> None:
+    side = torch.mtia.Stream()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8, device=device))
+    with simulator.checked(raise_on_report=False) as run:
+        model(torch.ones(4, 8, device=device)).sum().backward()
+        assert torch.equal(model.module.bias.grad, torch.full((8,), 4.0, device=device))
+        model.module.weight.grad.add_(1)
+        if not fault:
+            side.wait_stream(torch.mtia.current_stream())
+        with torch.mtia.stream(side):
+            model.module.weight.grad.zero_()
+    assert {report.kind for report in run.reports} == ({"data race"} if fault else set())
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_semi_sync_in_place_is_a_race_in_torchrec(device: torch.device, schedule: simulator.Schedule) -> None:
     """Its in-place copy leaves no event in the context, and the input dist waits for the context's events only."""

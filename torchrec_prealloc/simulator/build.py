@@ -141,9 +141,9 @@ def _run(command: list[str]) -> None:
 
 
 def _import(library: pathlib.Path) -> ModuleType:
-    # An autograd thread of a device drops the last reference to its backward pass a little after the pass has ended, and
-    # takes the GIL for it. If the interpreter is being finalized by then, the process aborts (up to Python 3.11): let
-    # the threads have the GIL before.
+    # An autograd thread of a device drops the last reference to its backward pass a little after the pass has ended,
+    # and takes the GIL for it. If the interpreter is being finalized by then, the process aborts (up to Python 3.11):
+    # let the threads have the GIL before.
     atexit.register(time.sleep, 0.1)
     loader = importlib.machinery.ExtensionFileLoader(_NAME, str(library))
     spec = importlib.util.spec_from_file_location(_NAME, str(library), loader=loader)

@@ -10,8 +10,8 @@ namespace sim {
 namespace {
 
 constexpr size_t kMinBlockSize = 512;
-constexpr size_t kSmallSize = 1 << 20; // the largest "small" allocation
-constexpr size_t kSmallBuffer = 2 << 20; // "small" allocations come from segments of this size
+constexpr size_t kSmallSize = 1 << 20;      // the largest "small" allocation
+constexpr size_t kSmallBuffer = 2 << 20;    // "small" allocations come from segments of this size
 constexpr size_t kMinLargeAlloc = 10 << 20; // between the two: from segments of kLargeBuffer
 constexpr size_t kLargeBuffer = 20 << 20;
 constexpr size_t kRoundLarge = 2 << 20; // larger ones: a segment each, rounded to this
@@ -21,11 +21,11 @@ struct Block {
   size_t size; // rounded
   size_t requested;
   Segment* segment;
-  bool allocated = false; // a storage has it
-  bool active = false; // allocated, or freed and waiting for the recorded streams
+  bool allocated = false;                // a storage has it
+  bool active = false;                   // allocated, or freed and waiting for the recorded streams
   std::map<StreamIndex, Event> recorded; // by record_stream; the events are recorded at the free
-  uint64_t fresh_time = 0; // the owner's clock at the allocation
-  uint64_t filled_at = 0; // position in the owner's queue after the poison fill
+  uint64_t fresh_time = 0;               // the owner's clock at the allocation
+  uint64_t filled_at = 0;                // position in the owner's queue after the poison fill
   Shadow shadow;
   Stack stack; // of the allocation, while the history is recorded
 
@@ -48,7 +48,8 @@ struct PendingFree {
 struct State {
   std::map<char*, Block> blocks; // of all segments, free ones too; neighbours in memory are neighbours here
   std::map<char*, Segment> segments;
-  std::map<std::pair<StreamIndex, bool>, std::set<std::pair<size_t, char*>>> free_blocks; // by (stream, small)
+  // By (stream, small), each by (size, address).
+  std::map<std::pair<StreamIndex, bool>, std::set<std::pair<size_t, char*>>> free_blocks;
   std::vector<Block*> waiting; // freed, recorded streams not past the free yet
   std::vector<PendingFree> pending_frees;
   std::optional<size_t> limit;
@@ -256,7 +257,7 @@ void mark_fresh(Block& block, StreamIndex stream, const Stack& stack) {
   auto now = record_event(stream);
   block.shadow.record(
       kReuse, {block.begin(), block.end(), stream, now->time, now->position + 1, true, "alloc", stack});
-  // The bytes are spoilt in the order of the owning stream: what it has queued before still finds the old ones.
+  // The bytes are spoilt in the owning stream's order: what it has queued before still finds the old ones.
   enqueue(stream, [base = block.base, size = block.size] { std::memset(base, kPoison, size); });
   block.fresh_time = now->time;
   block.filled_at = queue_end(stream);
@@ -353,7 +354,8 @@ class Allocator final : public c10::DeviceAllocator {
     return device_stats(device < 0 ? current_device() : device);
   }
 
-  void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {}
+  void resetAccumulatedStats(c10::DeviceIndex /*device*/) override {
+  }
 
   void resetPeakStats(c10::DeviceIndex /*device*/) override {
     auto guard = lock();

@@ -22,13 +22,14 @@ struct BlockState { // of a memory snapshot
 
 c10::DeviceAllocator& device_allocator();
 
-// Before an operation is queued that uses the block at `address`: its task shall not overtake the poison fill.
+// To be called before a task is queued that uses the block at `address`: it shall not overtake the poison
+// fill.
 void follow_fill(StreamIndex stream, uintptr_t address);
 // A device access; addresses of other memory are ignored.
 void record_device_access(Access access);
 
 void set_memory_limit(std::optional<size_t> bytes); // of reserved memory, for each device
-void check_pending_frees(); // reports those that are not in order yet
+void check_pending_frees();                         // reports those that are not in order yet
 void forget_device_accesses();
 
 // For memory snapshots. Call under lock().

@@ -59,8 +59,8 @@ py::dict stats_of(const DeviceStats& stats) {
   return result;
 }
 
-// Copies what `get` returns under the lock. Python objects are made after it: making one may collect garbage, which
-// may free tensors.
+// Copies what `get` returns under the lock. Python objects are made after it: making one may collect garbage,
+// which may free tensors.
 template <typename F>
 auto locked(const F& get) {
   auto guard = lock();
@@ -88,8 +88,9 @@ py::list reports() {
 
 py::dict pinned_stats() {
   auto stats = locked([] { return host_stats(); });
-  return py::dict(py::arg("allocated") = stats.allocated_bytes, py::arg("peak_allocated") = stats.peak_allocated_bytes,
-                  py::arg("registered") = stats.registered_bytes, py::arg("deferred_frees") = stats.deferred_frees);
+  return py::dict(
+      py::arg("allocated") = stats.allocated_bytes, py::arg("peak_allocated") = stats.peak_allocated_bytes,
+      py::arg("registered") = stats.registered_bytes, py::arg("deferred_frees") = stats.deferred_frees);
 }
 
 py::list segments() {
@@ -100,15 +101,16 @@ py::list segments() {
     auto& owner = block.segment;
     if (reinterpret_cast<uintptr_t>(owner.base) != last) {
       last = reinterpret_cast<uintptr_t>(owner.base);
-      segment = py::dict(
-          py::arg("device") = device_of(owner.stream), py::arg("address") = last, py::arg("total_size") = owner.size,
-          py::arg("stream") = id_of(owner.stream), py::arg("segment_type") = owner.small ? "small" : "large",
-          py::arg("frames") = frames_of(owner.stack), py::arg("blocks") = py::list());
+      segment = py::dict(py::arg("device") = device_of(owner.stream), py::arg("address") = last,
+                         py::arg("total_size") = owner.size, py::arg("stream") = id_of(owner.stream),
+                         py::arg("segment_type") = owner.small ? "small" : "large",
+                         py::arg("frames") = frames_of(owner.stack), py::arg("blocks") = py::list());
       result.append(segment);
     }
-    segment["blocks"].cast<py::list>().append(py::dict(
-        py::arg("address") = block.address, py::arg("size") = block.size, py::arg("requested_size") = block.requested,
-        py::arg("state") = block.state, py::arg("frames") = frames_of(block.stack)));
+    segment["blocks"].cast<py::list>().append(
+        py::dict(py::arg("address") = block.address, py::arg("size") = block.size,
+                 py::arg("requested_size") = block.requested, py::arg("state") = block.state,
+                 py::arg("frames") = frames_of(block.stack)));
   }
   return result;
 }
@@ -116,10 +118,10 @@ py::list segments() {
 py::list trace_entries() {
   py::list result;
   for (auto& entry : locked([] { return history(); })) {
-    result.append(py::dict(
-        py::arg("action") = entry.action, py::arg("device") = device_of(entry.stream),
-        py::arg("stream") = id_of(entry.stream), py::arg("addr") = entry.address, py::arg("size") = entry.size,
-        py::arg("time_us") = entry.time_us, py::arg("frames") = frames_of(entry.stack)));
+    result.append(py::dict(py::arg("action") = entry.action, py::arg("device") = device_of(entry.stream),
+                           py::arg("stream") = id_of(entry.stream), py::arg("addr") = entry.address,
+                           py::arg("size") = entry.size, py::arg("time_us") = entry.time_us,
+                           py::arg("frames") = frames_of(entry.stack)));
   }
   return result;
 }
@@ -130,7 +132,10 @@ void begin_check(const std::string& schedule, uint64_t seed, bool repair) {
   forget_device_accesses();
   forget_host_accesses();
   take_reports();
-  set_schedule(schedule == "lazy" ? Schedule::Lazy : schedule == "eager" ? Schedule::Eager : Schedule::Random, seed);
+  set_schedule(schedule == "lazy"    ? Schedule::Lazy
+               : schedule == "eager" ? Schedule::Eager
+                                     : Schedule::Random,
+               seed);
   checker().enabled = true;
   checker().repair = repair;
 }

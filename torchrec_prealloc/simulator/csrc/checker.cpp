@@ -73,8 +73,8 @@ void Shadow::record(const char* kind, Access access) {
       add_report(earlier.op == "alloc" ? kReuse : kind, earlier, access);
       continue; // said once
     }
-    // Whatever is ordered after this access is ordered after those before it too, so it stands for them. Only a
-    // write is not replaced by a read, which another read need not be ordered after.
+    // Whatever is ordered after this access is ordered after those before it too, so it stands for them. Only
+    // a write is not replaced by a read, which another read need not be ordered after.
     bool replaced = ordered && inside(earlier, access) && (access.writes || !earlier.writes);
     if (!replaced) {
       kept.push_back(std::move(earlier));

@@ -1,5 +1,5 @@
-// The happens-before checker: every allocation, of device memory and of pinned memory, has a Shadow that knows
-// which accesses to its bytes are still not ordered before everything that can come.
+// The happens-before checker: every allocation, of device memory and of pinned memory, has a Shadow that
+// knows which accesses to its bytes are still not ordered before everything that can come.
 #pragma once
 
 #include "scheduler.h"
@@ -25,12 +25,13 @@ struct Frame {
 std::vector<Frame> symbolize(const Stack& stack); // innermost first; needs the GIL
 
 constexpr StreamIndex kHost = -1; // the host in the place of a stream
-constexpr int kPoison = 0xA5; // fills memory whose contents are undefined: negative as an integer, tiny as a float
+constexpr int kPoison =
+    0xA5; // fills memory whose contents are undefined: negative as an integer, tiny as a float
 
 struct Access {
   uintptr_t begin, end;
   StreamIndex stream;
-  uint64_t time; // the operation's clock on its stream
+  uint64_t time;     // the operation's clock on its stream
   uint64_t position; // of its task in the stream's queue, once it has run
   bool writes;
   std::string op;
@@ -38,12 +39,13 @@ struct Access {
 };
 
 // The reports' kinds. Their text is part of the Python interface.
-constexpr const char* kDataRace = "data race"; // two device accesses, one of them a write, without order
+constexpr const char* kDataRace = "data race";  // two device accesses, one of them a write, without order
 constexpr const char* kReuse = "memory reused"; // handed out while another stream may still read or write it
-constexpr const char* kUnsafeFree = "unsafe free"; // freed: the next allocation may hand it out in such a state
-constexpr const char* kHostRead = "host read"; // of pinned memory that a queued copy still writes
+constexpr const char* kUnsafeFree =
+    "unsafe free";                               // freed: the next allocation may hand it out in such a state
+constexpr const char* kHostRead = "host read";   // of pinned memory that a queued copy still writes
 constexpr const char* kHostWrite = "host write"; // of pinned memory that a queued copy still uses
-constexpr const char* kHostFree = "host free"; // of registered memory that a queued copy still uses
+constexpr const char* kHostFree = "host free";   // of registered memory that a queued copy still uses
 
 struct Report {
   std::string kind;
@@ -52,7 +54,7 @@ struct Report {
 
 struct CheckerSettings {
   bool enabled = false;
-  bool repair = true; // after a report, run the first access, so that later operations find sensible bytes
+  bool repair = true;   // after a report, run the first access, so that later operations find sensible bytes
   bool history = false; // stacks are wanted by the allocator's history too
 };
 CheckerSettings& checker();

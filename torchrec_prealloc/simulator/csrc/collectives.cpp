@@ -26,7 +26,11 @@ c10::IValue as_given(const c10::IValue& value, const std::vector<at::Tensor>& gi
 class OrderedWork final : public c10d::Work {
  public:
   OrderedWork(c10::intrusive_ptr<c10d::Work> work, Event done, std::vector<at::Tensor> tensors)
-      : c10d::Work(-1, work->retrieveOpType()), work_(std::move(work)), done_(std::move(done)), held_(std::move(tensors)) {}
+      : c10d::Work(-1, work->retrieveOpType()),
+        work_(std::move(work)),
+        done_(std::move(done)),
+        held_(std::move(tensors)) {
+  }
 
   ~OrderedWork() override {
     for (auto& tensor : held_) {
@@ -70,12 +74,13 @@ class OrderedWork final : public c10d::Work {
     return completed;
   }
 
-  // DistributedDataParallel waits for this one. A future of the device makes the stream that is current at its wait()
-  // follow the streams that are current where it is completed: in gloo's thread, the group's.
+  // DistributedDataParallel waits for this one. A future of the device makes the stream that is current at
+  // its wait() follow the streams that are current where it is completed: in gloo's thread, the group's.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto work = work_->getFuture();
     c10::Device device(kDevice, static_cast<c10::DeviceIndex>(device_of(done_->stream)));
-    auto future = c10::make_intrusive<c10::ivalue::Future>(work->elementType(), std::vector<c10::Device>{device});
+    auto future =
+        c10::make_intrusive<c10::ivalue::Future>(work->elementType(), std::vector<c10::Device>{device});
     work->addCallback([future, stream = done_->stream, held = held_](c10::ivalue::Future& finished) {
       if (finished.hasError()) {
         future->setError(finished.exception_ptr());

@@ -116,8 +116,10 @@ C10_REGISTER_GUARD_IMPL(MTIA, Guard)
 
 namespace at { // where the hooks' registry lives, which looks for a class of this name
 struct MTIAHooks final : MTIAHooksInterface {
-  MTIAHooks(MTIAHooksArgs /*args*/ = {}) {} // the registry passes arguments in some versions, in others none
-  void init() const override {}
+  MTIAHooks(MTIAHooksArgs /*args*/ = {}) {
+  } // the registry passes arguments in some versions, in others none
+  void init() const override {
+  }
   bool hasMTIA() const override {
     return true;
   }
@@ -201,8 +203,8 @@ namespace sim {
 void install_hooks() {
   auto& hooks = at::detail::getMTIAHooks();
   if (!hooks.hasMTIA()) {
-    // Somebody asked for MTIA before the simulator was loaded, and PyTorch keeps the empty hooks for good. They
-    // have no state, nor have ours: put ours in their place.
+    // Somebody asked for MTIA before the simulator was loaded, and PyTorch keeps the empty hooks for good.
+    // They have no state, nor have ours: put ours in their place.
     static_assert(sizeof(at::MTIAHooks) == sizeof(at::MTIAHooksInterface));
     new (const_cast<at::MTIAHooksInterface*>(&hooks)) at::MTIAHooks();
   }

@@ -1,5 +1,5 @@
-// Every operator without a kernel of its own runs its CPU kernel on the same bytes, at the call, after what its
-// stream has queued. The checker sees it as an operation on the current stream like any other.
+// Every operator without a kernel of its own runs its CPU kernel on the same bytes, at the call, after what
+// its stream has queued. The checker sees it as an operation on the current stream like any other.
 #include "collectives.h"
 #include "operation.h"
 #include "schemas.h"
@@ -21,7 +21,8 @@ bool holds_tensors(const IValue& value) {
     return false;
   }
   auto kind = value.toList().elementType()->kind();
-  return kind == c10::TypeKind::TensorType || kind == c10::TypeKind::OptionalType || kind == c10::TypeKind::ListType;
+  return kind == c10::TypeKind::TensorType || kind == c10::TypeKind::OptionalType ||
+         kind == c10::TypeKind::ListType;
 }
 
 // `value` with `f` applied to every tensor in it, in lists and lists of lists too.
@@ -74,8 +75,8 @@ struct Call {
     }
     for (auto& [original, twin] : twins) {
       if (bytes && bytes == twin.storage().data()) {
-        return at::native::as_strided_tensorimpl(
-            original, result.sizes(), result.strides(), result.storage_offset());
+        return at::native::as_strided_tensorimpl(original, result.sizes(), result.strides(),
+                                                 result.storage_offset());
       }
     }
     return new_on_device(result, op);
@@ -94,8 +95,8 @@ struct Call {
 // ---- CPU kernels that build their own autograd graph
 //
 // FBGEMM's lookups are autograd functions behind the CPU key. Their graph must hang on the device's: the two
-// functions below carry gradients from one to the other. When a gradient enters the CPU graph, its kernels run
-// at once, on the forward's arguments.
+// functions below carry gradients from one to the other. When a gradient enters the CPU graph, its kernels
+// run at once, on the forward's arguments.
 
 struct ToCpu : torch::autograd::Function<ToCpu> {
   static at::Tensor forward(torch::autograd::AutogradContext*, const at::Tensor& tensor) {
@@ -158,7 +159,8 @@ struct ToDevice : torch::autograd::Function<ToDevice> {
 };
 
 // An operator may have resized its outputs, or given them other memory.
-void take_over_resized(Call& call, const std::vector<std::pair<std::vector<int64_t>, const void*>>& before, Operation& op) {
+void take_over_resized(Call& call, const std::vector<std::pair<std::vector<int64_t>, const void*>>& before,
+                       Operation& op) {
   for (size_t i = 0; i < call.twins.size(); i++) {
     auto& [original, twin] = call.twins[i];
     bool moved = twin.storage().data() != before[i].second;
@@ -182,7 +184,9 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet /*keys*/, t
   auto& schema = handle.schema();
   Call call{schema};
   size_t count = schema.arguments().size(), base = stack->size() - count;
-  auto argument = [&](size_t i) -> IValue& { return (*stack)[base + i]; };
+  auto argument = [&](size_t i) -> IValue& {
+    return (*stack)[base + i];
+  };
 
   // 1. The device, and the operation's uses.
   bool needs_grad = false;
@@ -208,7 +212,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet /*keys*/, t
   auto stream = current_stream();
   // Reached without an autograd kernel: the CPU kernel may build its own graph.
   bool own_graph = needs_grad && c10::GradMode::is_enabled() &&
-      !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU);
+                   !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutogradCPU);
 
   // 2. What the operation waits for.
   bool collective = is_collective(schema) && call.device;

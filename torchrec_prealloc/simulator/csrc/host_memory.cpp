@@ -213,11 +213,12 @@ void end_host_access(const Access& access, bool about_to_write) {
   }
 }
 
-bool has_queued_host_accesses() {
+bool any_pinned_memory() {
   return !state().blocks.empty();
 }
 
-void check_host_operator(uintptr_t begin, uintptr_t end, bool writes, const std::string& op, const Stack& stack) {
+void check_host_operator(uintptr_t begin, uintptr_t end, bool writes, const std::string& op,
+                         const Stack& stack) {
   auto* block = find_block(begin);
   if (!block) {
     return;

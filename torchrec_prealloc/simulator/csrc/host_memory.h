@@ -17,14 +17,15 @@ bool is_pinned(const void* address);
 void register_host(const at::Tensor& tensor);
 void unregister_host(const at::Tensor& tensor);
 
-// A queued copy's access. A read keeps a copy of the bytes: when the host comes to know that the copy has run,
-// they must still be the same, whoever may have written them, a thread or NumPy or C.
+// A queued copy's access. A read keeps a copy of the bytes: when the host comes to know that the copy has
+// run, they must still be the same, whoever may have written them, a thread or NumPy or C.
 void record_host_access(const Access& access);
 void end_host_access(const Access& access, bool about_to_write); // called by the copy's task as it runs
 
-// An operator on the CPU touches [begin, end). Called by host_operators.cpp, for the threads inside checked().
-bool has_queued_host_accesses();
-void check_host_operator(uintptr_t begin, uintptr_t end, bool writes, const std::string& op, const Stack& stack);
+// An operator on the CPU touches [begin, end). Called by host_operators.cpp, in the threads that it watches.
+bool any_pinned_memory();
+void check_host_operator(uintptr_t begin, uintptr_t end, bool writes, const std::string& op,
+                         const Stack& stack);
 
 void check_snapshots(); // compares what the host has come to know
 void forget_host_accesses();

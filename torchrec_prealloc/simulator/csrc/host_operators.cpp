@@ -1,7 +1,7 @@
-// How: a boxed kernel for every operator at TESTING_ONLY_GenericMode, a dispatch key above autograd that PyTorch
-// keeps for such modes and nobody else uses. It is reached only by threads that switched it on. It sees an
-// operator as it was called, before it is taken apart, and no raw access: `tolist()`, NumPy, other threads. For
-// their writes there are the snapshots of host_memory.cpp.
+// How: a boxed kernel for every operator at TESTING_ONLY_GenericMode, a dispatch key above autograd that
+// PyTorch keeps for such modes and nobody else uses. It is reached only by threads that switched it on. It
+// sees an operator as it was called, before it is taken apart, and no raw access: `tolist()`, NumPy, other
+// threads. For their writes there are the snapshots of host_memory.cpp.
 #include "host_operators.h"
 
 #include "host_memory.h"
@@ -45,7 +45,8 @@ std::vector<HostUse> host_uses(const c10::FunctionSchema& schema, const torch::j
     auto* alias = schema.arguments()[i].alias_info();
     for_each_tensor(value, [&](const at::Tensor& tensor) {
       device |= on_device(tensor);
-      if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided || !tensor.has_storage()) {
+      if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided ||
+          !tensor.has_storage()) {
         return;
       }
       bool view = alias && !alias->isWrite();
@@ -60,7 +61,7 @@ std::vector<HostUse> host_uses(const c10::FunctionSchema& schema, const torch::j
 
 void watch(const c10::OperatorHandle& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   auto& schema = handle.schema();
-  if (has_queued_host_accesses() && !reads_no_values(schema.name())) {
+  if (any_pinned_memory() && !reads_no_values(schema.name())) {
     if (auto uses = host_uses(schema, *stack); !uses.empty()) {
       auto python = capture_stack();
       auto guard = lock();

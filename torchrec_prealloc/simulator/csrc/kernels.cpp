@@ -27,9 +27,9 @@ at::ScalarType or_default(std::optional<at::ScalarType> type) {
   return type.value_or(at::typeMetaToScalarType(at::get_default_dtype()));
 }
 
-at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> type, std::optional<at::Layout> /*layout*/,
-                 std::optional<at::Device> device, std::optional<bool> /*pin*/,
-                 std::optional<at::MemoryFormat> format) {
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> type,
+                 std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
+                 std::optional<bool> /*pin*/, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(device.value_or(current_c10_device()));
   return at::detail::empty_generic(size, &device_allocator(), kKeys, or_default(type), format);
 }
@@ -41,11 +41,11 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   return empty_device(size, stride, or_default(type));
 }
 
-// Whether the bytes can be moved as they are, by one cudaMemcpyAsync. Otherwise CUDA goes through a temporary,
-// and the host's side of the copy happens at the call.
+// Whether the bytes can be moved as they are, by one cudaMemcpyAsync. Otherwise CUDA goes through a
+// temporary, and the host's side of the copy happens at the call.
 bool is_plain_copy(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() && a.strides() == b.strides() &&
-      a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+         a.is_non_overlapping_and_dense() && a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
 }
 
 // The two devices' streams wait for each other, as in CUDA's peer-to-peer copy.
@@ -119,7 +119,8 @@ at::Tensor empty_device(at::IntArrayRef size, at::IntArrayRef stride, at::Scalar
 }
 
 // Grows the storage where it is too small; the old bytes are copied in stream order.
-const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size,
+                                std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard device_guard(self.device());
   if (self.sizes() == size && !format) {
     return self;
@@ -131,7 +132,8 @@ const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size, st
     auto old_bytes = static_cast<int64_t>(storage.nbytes());
     auto grown = empty_device({static_cast<int64_t>(bytes)}, {1}, at::kByte);
     if (old_bytes > 0) {
-      auto old = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), kKeys, caffe2::TypeMeta::Make<uint8_t>());
+      auto old = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), kKeys,
+                                                          caffe2::TypeMeta::Make<uint8_t>());
       old.unsafeGetTensorImpl()->set_sizes_contiguous({old_bytes});
       auto start = at::native::as_strided_tensorimpl(grown, {old_bytes}, {1}, 0);
       copy_(start, old, /*non_blocking=*/true);

@@ -21,7 +21,8 @@ std::pair<uintptr_t, uintptr_t> byte_range(const at::Tensor& tensor) {
   for (int64_t i = 0; i < tensor.dim(); i++) {
     last += (tensor.size(i) - 1) * tensor.stride(i);
   }
-  auto begin = reinterpret_cast<uintptr_t>(tensor.storage().data()) + tensor.storage_offset() * tensor.itemsize();
+  auto begin =
+      reinterpret_cast<uintptr_t>(tensor.storage().data()) + tensor.storage_offset() * tensor.itemsize();
   return {begin, begin + (last + 1) * tensor.itemsize()};
 }
 
@@ -31,11 +32,14 @@ at::Tensor as_cpu(const at::Tensor& tensor, bool owning, StorageMap* storages) {
     auto* bytes = storage.mutable_data();
     auto data = owning ? c10::DataPtr(bytes, new c10::Storage(storage), &drop_storage, c10::kCPU)
                        : c10::DataPtr(bytes, c10::kCPU);
-    return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(),
+    return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data),
+                        c10::GetCPUAllocator(),
                         /*resizable=*/true);
   };
   auto* key = storage.unsafeGetStorageImpl();
-  auto cpu_storage = !storages ? make() : storages->count(key) ? storages->at(key) : (*storages)[key] = make();
+  auto cpu_storage = !storages              ? make()
+                     : storages->count(key) ? storages->at(key)
+                                            : (*storages)[key] = make();
   auto result = at::detail::make_tensor<c10::TensorImpl>(
       std::move(cpu_storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* impl = result.unsafeGetTensorImpl();
@@ -52,8 +56,8 @@ at::Tensor as_cpu(const at::Tensor& tensor, bool owning, StorageMap* storages) {
 
 void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   using c10::DispatchKey;
-  static const auto above_backend = c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-      c10::autocast_dispatch_keyset |
+  static const auto above_backend =
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
       c10::DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::PythonDispatcher,
                            DispatchKey::PreDispatch, DispatchKey::TESTING_ONLY_GenericMode});
   c10::impl::ExcludeDispatchKeyGuard guard(above_backend);
@@ -61,7 +65,8 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
 }
 
 Operation::Operation(std::string name, StreamIndex stream, Stack stack)
-    : name_(std::move(name)), stream_(stream), stack_(std::move(stack)) {}
+    : name_(std::move(name)), stream_(stream), stack_(std::move(stack)) {
+}
 
 void Operation::use(const at::Tensor& tensor, bool writes) {
   uses_.emplace_back(tensor, writes);

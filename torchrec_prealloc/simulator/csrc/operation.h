@@ -14,9 +14,9 @@ inline bool on_device(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kDevice;
 }
 
-// A CPU tensor over the same bytes. Owning ones keep the storage alive; those in queued tasks must not, for the
-// program may count the references to its storages, and memory freed too early is for the checker to find.
-// `storages` lets several tensors of one operation share a storage, as the originals do.
+// A CPU tensor over the same bytes. Owning ones keep the storage alive; those in queued tasks must not, for
+// the program may count the references to its storages, and memory freed too early is for the checker to
+// find. `storages` lets several tensors of one operation share a storage, as the originals do.
 using StorageMap = std::unordered_map<void*, c10::Storage>;
 at::Tensor as_cpu(const at::Tensor& tensor, bool owning, StorageMap* storages = nullptr);
 
@@ -48,7 +48,8 @@ class Operation {
   std::vector<std::pair<at::Tensor, bool>> uses_;
 };
 
-const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format);
+const at::Tensor& resize_device(const at::Tensor& self, at::IntArrayRef size,
+                                std::optional<at::MemoryFormat> format);
 at::Tensor empty_device(at::IntArrayRef size, at::IntArrayRef stride, at::ScalarType type);
 
 } // namespace sim

@@ -14,7 +14,7 @@ constexpr int kPoolSize = 32;
 
 struct Task {
   std::function<void()> run; // or, where empty:
-  StreamIndex other = 0; // wait for this position of another stream
+  StreamIndex other = 0;     // wait for this position of another stream
   uint64_t position = 0;
 };
 

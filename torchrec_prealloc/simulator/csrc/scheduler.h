@@ -25,8 +25,8 @@
 
 namespace sim {
 
-// Registered as MTIA: every torch wheel has the Python module and bindings of that device type and none of its
-// kernels, and TorchRec takes its accelerator branches for it.
+// Registered as MTIA: every torch wheel has the Python module and bindings of that device type and none of
+// its kernels, and TorchRec takes its accelerator branches for it.
 constexpr auto kDevice = c10::DeviceType::MTIA;
 constexpr auto kDispatchKey = c10::DispatchKey::MTIA;
 constexpr int kMaxDevices = 64;
@@ -49,7 +49,7 @@ class Clock {
 struct EventPoint {
   StreamIndex stream;
   uint64_t position; // number of tasks queued before it
-  uint64_t time; // the stream's own clock
+  uint64_t time;     // the stream's own clock
   Clock clock;
   double recorded_ms; // host time, for elapsed_time
   bool polled = false;
@@ -73,7 +73,8 @@ StreamIndex current_stream(int device = -1);
 void set_current_stream(StreamIndex stream);
 StreamIndex default_stream(int device);
 StreamIndex pool_stream(int device); // round robin over 32, as on CUDA
-StreamIndex collective_stream(int device, const void* group); // what a process group runs on; see collectives.cpp
+StreamIndex collective_stream(int device,
+                              const void* group); // what a process group runs on; see collectives.cpp
 int device_of(StreamIndex stream);
 c10::StreamId id_of(StreamIndex stream);
 c10::Stream as_c10(StreamIndex stream);

@@ -16,20 +16,26 @@ bool ends_with(const std::string& text, const std::string& end) {
 } // namespace
 
 bool synchronizes_host(const std::string& name) {
-  static const std::unordered_set<std::string> names{
-      "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
-      "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::is_nonzero"};
+  static const std::unordered_set<std::string> names{"aten::_local_scalar_dense",
+                                                     "aten::nonzero",
+                                                     "aten::masked_select",
+                                                     "aten::equal",
+                                                     "aten::_unique2",
+                                                     "aten::unique_dim",
+                                                     "aten::unique_consecutive",
+                                                     "aten::is_nonzero"};
   return names.count(name) > 0;
 }
 
 bool reads_no_values(const std::string& name) {
   static const std::unordered_set<std::string> names{
-      "aten::is_pinned", "aten::is_same_size", "aten::size", "aten::stride", "aten::numel", "aten::resize_",
-      "aten::record_stream", "aten::set_", "aten::sym_size", "aten::sym_stride", "aten::sym_numel",
-      "aten::sym_storage_offset", "aten::result_type", "aten::can_cast", "aten::is_complex",
-      "aten::is_floating_point", "aten::is_signed", "aten::is_conj", "aten::is_neg", "aten::broadcast_tensors"};
+      "aten::is_pinned",   "aten::is_same_size", "aten::size",          "aten::stride",
+      "aten::numel",       "aten::resize_",      "aten::record_stream", "aten::set_",
+      "aten::sym_size",    "aten::sym_stride",   "aten::sym_numel",     "aten::sym_storage_offset",
+      "aten::result_type", "aten::can_cast",     "aten::is_complex",    "aten::is_floating_point",
+      "aten::is_signed",   "aten::is_conj",      "aten::is_neg",        "aten::broadcast_tensors"};
   return names.count(name) > 0 || ends_with(name, "_like") || ends_with(name, "_as") ||
-      starts_with(name, "aten::new_");
+         starts_with(name, "aten::new_");
 }
 
 bool written_by_backward(const std::string& name, const std::string& argument) {
@@ -37,8 +43,10 @@ bool written_by_backward(const std::string& name, const std::string& argument) {
   if (!starts_with(name, "fbgemm::split_embedding_codegen_lookup_")) {
     return false;
   }
-  return ends_with(argument, "weights") ? argument != "indice_weights" : starts_with(argument, "momentum") ||
-          starts_with(argument, "prev_iter") || starts_with(argument, "row_counter");
+  return ends_with(argument, "weights")
+             ? argument != "indice_weights"
+             : starts_with(argument, "momentum") || starts_with(argument, "prev_iter") ||
+                   starts_with(argument, "row_counter");
 }
 
 } // namespace sim

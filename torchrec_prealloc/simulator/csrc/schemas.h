@@ -11,8 +11,8 @@ inline bool is_collective(const c10::FunctionSchema& schema) {
   return schema.name().rfind("c10d::", 0) == 0;
 }
 
-// c10d marks no argument as written. Its inputs are named so; whatever else it is given, it writes into, except
-// for what send() takes.
+// c10d marks no argument as written. Its inputs are named so; whatever else it is given, it writes into,
+// except for what send() takes.
 inline bool writes_argument(const c10::FunctionSchema& schema, size_t argument) {
   auto& arg = schema.arguments()[argument];
   if (is_collective(schema)) {

@@ -1,5 +1,5 @@
-// What the caching allocator counts and remembers: PyTorch's statistics, for each stream and each device, and the
-// history of a memory snapshot. Call under lock().
+// What the caching allocator counts and remembers: PyTorch's statistics, for each stream and each device, and
+// the history of a memory snapshot. Call under lock().
 #pragma once
 
 #include "checker.h"
