@@ -25,6 +25,7 @@ from torch import Tensor
 from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.ordering import Ordering
+from torchrec_prealloc.runs import Structure
 from torchrec_prealloc.shipment import Shipment
 
 
@@ -98,6 +99,7 @@ class TransferEngine:
         self._module = module
         self._order = ordering()
         self._pending: dict[int, Transfer] = {}
+        self._structures: dict[int, Structure] = {}
         self._reading: list[tuple[Any, list[Any]]] = []
 
     def _on_device(self, module: Any) -> Any:
@@ -135,12 +137,14 @@ class TransferEngine:
                 if reuse_sources:
                     self._order.host_after_copy(transfer._copied)
 
-        shipment = Shipment(self.device, self.has_streams, self.config.direct_bytes, isolate, flush)
+        shipment = Shipment(self.device, self.has_streams, self.config.direct_bytes, isolate, self._structures, flush)
         with self._current(owner):
             try:
                 transfer.batch = shipment.load(batch)
                 self._send(shipment, transfer)
-            except BaseException:
+            except BaseException as error:
+                if hasattr(error, "add_note"):  # Python 3.11 on
+                    error.add_note(f"in a batch of class {type(batch).__name__}, after {self.stats.batches} others")
                 if transfer._copied is not None:
                     self._order.owner_after_copy(owner, transfer._copied)
                 raise

@@ -1,0 +1,198 @@
+"""Random trees of everything that test_arrival.py sends piece by piece."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from arrivals import assert_same, reference, send
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from test_arrival import (
+    CONTAINERS,
+    DTYPES,
+    JAGGED,
+    NOT_SIMULATED,
+    TENSORDICTS,
+    TENSORS,
+    Color,
+    Computes,
+    numbers,
+)
+from torch import Tensor
+
+from torchrec_prealloc.batch_types import register_batch_type
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:batch of class", "ignore:ComplexHalf", "ignore:The PyTorch API of nested"
+)
+
+
+class Mode(enum.Enum):
+    """What `Flagged.to` branches on."""
+
+    ALL = 0
+    SOME = 1
+
+
+class Flagged:
+    """Its `to` leaves a field on the host, depending on a flag, and shares its plain fields."""
+
+    def __init__(self, x: Any, y: Any, mode: Mode, rows: int) -> None:
+        self.x, self.y, self.mode, self.rows = x, y, mode, rows
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Flagged:
+        y = self.y if self.mode is Mode.SOME else self.y.to(device, non_blocking=non_blocking)
+        return Flagged(self.x.to(device, non_blocking=non_blocking), y, self.mode, self.rows)
+
+
+class Halves(Flagged):
+    """A subclass that does something else."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Halves:
+        x = self.x.to(device, torch.float16, non_blocking=non_blocking)
+        return Halves(x, self.y, self.mode, self.rows)
+
+
+class Noded:
+    """Known to torch's pytree."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+
+class Registered:
+    """Known to us, with a field that stays on the host."""
+
+    def __init__(self, x: Any, host: Any) -> None:
+        self.x, self.host = x, host
+
+
+pytree.register_pytree_node(Noded, lambda obj: ([obj.x, obj.y], None), lambda children, _: Noded(*children))
+register_batch_type(Registered, lambda obj: ([obj.x], obj.host), lambda children, host: Registered(*children, host))
+
+SIMPLE = [name for name in TENSORS if name not in NOT_SIMULATED]
+PASSED = (None, "text", 1, 2.5, Color.RED, float("nan"))
+
+# A tree is drawn as a description first: from it equal trees can be built as often as they are needed.
+leaves = st.one_of(
+    st.tuples(st.just("tensor"), st.sampled_from(SIMPLE)),
+    st.tuples(st.just("dtype"), st.sampled_from(range(len(DTYPES))), st.integers(0, 400)),
+    st.tuples(st.just("jagged"), st.sampled_from(sorted(JAGGED))),
+    st.tuples(st.just("tensordict"), st.sampled_from(sorted(TENSORDICTS))),
+    st.tuples(st.just("passed"), st.sampled_from(range(len(PASSED)))),
+    st.tuples(st.just("again"), st.integers(0, 50)),
+    st.tuples(st.just("view"), st.integers(0, 90), st.integers(0, 10)),
+    st.tuples(st.just("flagged"), st.sampled_from(Mode), st.integers(0, 20)),
+    st.tuples(st.just("halves"), st.sampled_from(Mode), st.integers(0, 2)),
+    st.just(("computes",)),
+)
+
+
+def branches(children: Any) -> Any:
+    kinds = st.sampled_from([*(name for name in CONTAINERS if name != "return type"), "pytree", "registered"])
+    return st.tuples(st.just("container"), kinds, children, children)
+
+
+batches = st.lists(st.recursive(leaves, branches, max_leaves=20), min_size=1, max_size=4)
+
+
+class Builder:
+    """Builds what a description says."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+        self.storage = torch.arange(100.0)
+
+    def build(self, description: Any) -> Any:
+        kind, *rest = description
+        made = getattr(self, kind)(*rest)
+        self.made.append(made)
+        return made
+
+    def tensor(self, name: str) -> Any:
+        return TENSORS[name]()
+
+    def dtype(self, index: int, count: int) -> Tensor:
+        return numbers(count).to(DTYPES[index])
+
+    def jagged(self, name: str) -> Any:
+        return JAGGED[name]()
+
+    def tensordict(self, name: str) -> Any:
+        return TENSORDICTS[name]()
+
+    def passed(self, index: int) -> Any:
+        return PASSED[index]
+
+    def again(self, index: int) -> Any:
+        return self.made[index % len(self.made)] if self.made else None
+
+    def view(self, start: int, count: int) -> Tensor:
+        return self.storage[start : start + count]
+
+    def flagged(self, mode: Mode, rows: int) -> Flagged:
+        return Flagged(numbers(rows), JAGGED["caches"](), mode, rows)
+
+    def halves(self, mode: Mode, rows: int) -> Flagged:
+        return Halves(numbers(rows), numbers(2), mode, rows)
+
+    def computes(self) -> Computes:
+        return Computes(numbers(3))
+
+    def container(self, name: str, first: Any, second: Any) -> Any:
+        made: Callable[[Any, Any], Any] = CONTAINERS.get(name) or {"pytree": Noded, "registered": Registered}[name]
+        return made(self.build(first), self.build(second))
+
+
+def expected(host: Any, device: torch.device) -> Any:
+    """The reference, which knows nothing of the two registrations above."""
+    Noded.to = lambda self, device: Noded(*(reference(part, device) for part in (self.x, self.y)))  # type: ignore[attr-defined]
+    Registered.to = lambda self, device: Registered(reference(self.x, device), self.host)  # type: ignore[attr-defined]
+    try:
+        return reference(host, device)
+    finally:
+        del Noded.to, Registered.to  # type: ignore[attr-defined]
+
+
+def arrives(descriptions: Any, isolate: bool, device: torch.device) -> None:
+    host, same = (["root", *map(Builder().build, descriptions), numbers(2)] for _ in range(2))
+    arrived = send(host, device, isolate=isolate, seed=1)
+    assert_same(arrived, expected(host, device))
+    assert_same(host, same)
+    if not isolate:
+        # Where a tensor of the host stands in several places, one of the device does.
+        pairs = zip(pytree.tree_leaves(host), pytree.tree_leaves(arrived), strict=True)
+        ids = {(id(one), id(other)) for one, other in pairs if isinstance(one, Tensor)}
+        assert len(ids) == len({one for one, _ in ids})
+
+
+common = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.differing_executors],
+)
+
+
+@settings(common, max_examples=200)
+@given(batches, st.booleans())
+def test_any_tree_arrives(device: torch.device, descriptions: Any, isolate: bool) -> None:
+    arrives(descriptions, isolate, device)
+
+
+@pytest.mark.long
+@settings(common, max_examples=2000)
+@given(batches, st.booleans())
+def test_any_of_many_trees_arrives(device: torch.device, descriptions: Any, isolate: bool) -> None:
+    arrives(descriptions, isolate, device)
+
+
+def test_the_trees_reach_every_kind_of_leaf() -> None:
+    for name in SIMPLE:
+        assert Builder().build(("tensor", name)) is not None
+    assert isinstance(Builder().build(("container", "pytree", ("computes",), ("passed", 0))), Noded)
+    assert isinstance(TENSORDICTS["flat"](), TensorDict)
