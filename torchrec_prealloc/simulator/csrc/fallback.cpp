@@ -118,14 +118,13 @@ struct ToCpu : torch::autograd::Function<ToCpu> {
 
 struct BackwardUses { // a struct of our own: tensors in plain arguments would become inputs of the graph
   std::string name;
-  std::vector<at::Tensor> read, written;
+  std::vector<at::Tensor> read;
 };
 
 struct ToDevice : torch::autograd::Function<ToDevice> {
   static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& result,
                             const BackwardUses& uses) {
     context->saved_data["read"] = uses.read;
-    context->saved_data["written"] = uses.written;
     context->saved_data["name"] = uses.name;
     Operation op(uses.name, current_stream(), capture_stack());
     {
@@ -145,9 +144,6 @@ struct ToDevice : torch::autograd::Function<ToDevice> {
       op.use(grads[0], false);
       for (auto& tensor : context->saved_data["read"].toTensorVector()) {
         op.use(tensor, false);
-      }
-      for (auto& tensor : context->saved_data["written"].toTensorVector()) {
-        op.use(tensor, true);
       }
       op.begin();
       run_all(stream);
@@ -202,8 +198,7 @@ void fallback(const c10::OperatorHandle& handle, c10::DispatchKeySet /*keys*/, t
         call.device = call.device ? call.device : tensor.device();
         needs_grad |= tensor.requires_grad();
         uses.emplace_back(tensor, writes);
-        bool updated = written_by_backward(schema.name(), schema.arguments()[i].name());
-        (updated ? backward.written : backward.read).push_back(tensor);
+        backward.read.push_back(tensor);
       }
       return tensor;
     });

@@ -38,15 +38,4 @@ bool reads_no_values(const std::string& name) {
          starts_with(name, "aten::new_");
 }
 
-bool written_by_backward(const std::string& name, const std::string& argument) {
-  // FBGEMM's table-batched embeddings apply the optimizer in their backward pass.
-  if (!starts_with(name, "fbgemm::split_embedding_codegen_lookup_")) {
-    return false;
-  }
-  return ends_with(argument, "weights")
-             ? argument != "indice_weights"
-             : starts_with(argument, "momentum") || starts_with(argument, "prev_iter") ||
-                   starts_with(argument, "row_counter");
-}
-
 } // namespace sim

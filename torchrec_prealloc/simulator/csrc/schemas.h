@@ -28,7 +28,4 @@ bool synchronizes_host(const std::string& name);
 // Host operators that take a tensor for its shape, type or storage, not for its values.
 bool reads_no_values(const std::string& name);
 
-// Operators whose backward pass, built by their own CPU kernel, writes into these of their arguments.
-bool written_by_backward(const std::string& name, const std::string& argument);
-
 } // namespace sim
