@@ -95,6 +95,8 @@ _PLAIN_CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.def
 
 
 def _structure(cls: type) -> Kind | None:
+    if cls is torch.Size:  # known to pytree, but never holds tensors
+        return None
     if cls in pytree.SUPPORTED_NODES and cls not in _PLAIN_CONTAINERS:
         node = pytree.SUPPORTED_NODES[cls]
         return Kind(node.flatten_fn, lambda children, context: node.unflatten_fn(list(children), context))
@@ -102,7 +104,7 @@ def _structure(cls: type) -> Kind | None:
         return Kind(lambda obj: (list(dict.values(obj)), None), _fill_dict, copy.copy)
     if issubclass(cls, list):
         return Kind(lambda obj: (obj, None), _fill_list, copy.copy)
-    if issubclass(cls, tuple) and cls is not torch.Size:
+    if issubclass(cls, tuple):
         return Kind(lambda obj: (obj, obj), _unflatten_tuple)
     if dataclasses.is_dataclass(cls) or hasattr(cls, "__attrs_attrs__"):
         return fields_kind(cls)
