@@ -243,6 +243,18 @@ def test_tensors_arrive_as_to_gives_them(name: str, device: torch.device) -> Non
     check(lambda: {"alone": TENSORS[name](), "other": numbers(3)}, device, times=1)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested", "ignore:.*quantize")
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_is_known_of_earlier_batches_does_not_mislead(name: str, device: torch.device) -> None:
+    skip_what_is_not_simulated(name, device)
+    engine = engine_for(device)
+    odd = TENSORS[name]()
+    form = odd.detach() if isinstance(odd, Tensor) and odd.layout is torch.strided and not odd.is_nested else numbers(3)
+    plain = [torch.zeros(form.shape, dtype=torch.float32 if form.is_quantized else form.dtype) for _ in range(8)]
+    for host in (plain, [*plain[:4], *(TENSORS[name]() for _ in range(4))], [TENSORS[name]() for _ in range(8)], plain):
+        assert_same(send(list(host), device, engine=engine), reference(list(host), device))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_arrives(dtype: torch.dtype, device: torch.device) -> None:
     check(lambda: [numbers(7).to(dtype), numbers(3, 4).to(dtype).t(), numbers(6, 6).to(dtype)[:, ::2]], device, times=1)

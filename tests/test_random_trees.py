@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from arrivals import assert_same, reference, send
+from arrivals import CPU, assert_same, engine_for, reference, send
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -22,11 +23,13 @@ from test_arrival import (
     TENSORS,
     Color,
     Computes,
+    Subclass,
     numbers,
 )
 from torch import Tensor
 
 from torchrec_prealloc.batch_types import register_batch_type
+from torchrec_prealloc.transfer import TransferEngine
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:batch of class", "ignore:ComplexHalf", "ignore:The PyTorch API of nested"
@@ -79,6 +82,9 @@ register_batch_type(Registered, lambda obj: ([obj.x], obj.host), lambda children
 SIMPLE = [name for name in TENSORS if name not in NOT_SIMULATED]
 PASSED = (None, "text", 1, 2.5, Color.RED, float("nan"))
 
+# One of many tensors of equal form may be something else.
+VARIANTS = ("plain", "conj", "neg", "grad", "expanded", "part", "shared", "dtype", "shape", "device", "subclass")
+
 # A tree is drawn as a description first: from it equal trees can be built as often as they are needed.
 leaves = st.one_of(
     st.tuples(st.just("tensor"), st.sampled_from(SIMPLE)),
@@ -87,6 +93,7 @@ leaves = st.one_of(
     st.tuples(st.just("tensordict"), st.sampled_from(sorted(TENSORDICTS))),
     st.tuples(st.just("passed"), st.sampled_from(range(len(PASSED)))),
     st.tuples(st.just("again"), st.integers(0, 50)),
+    st.tuples(st.just("many"), st.integers(4, 12), st.integers(0, 3), st.sampled_from(VARIANTS), st.integers(0, 3)),
     st.tuples(st.just("view"), st.integers(0, 90), st.integers(0, 10)),
     st.tuples(st.just("flagged"), st.sampled_from(Mode), st.integers(0, 20)),
     st.tuples(st.just("halves"), st.sampled_from(Mode), st.integers(0, 2)),
@@ -105,7 +112,8 @@ batches = st.lists(st.recursive(leaves, branches, max_leaves=20), min_size=1, ma
 class Builder:
     """Builds what a description says."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.made: list[Any] = []
         self.storage = torch.arange(100.0)
 
@@ -120,6 +128,27 @@ class Builder:
 
     def dtype(self, index: int, count: int) -> Tensor:
         return numbers(count).to(DTYPES[index])
+
+    def many(self, count: int, size: int, variant: str, odd: int) -> list[Tensor]:
+        made = [torch.full((size,), float(index)) for index in range(count)]
+        if variant in ("conj", "neg"):
+            made = [torch.complex(tensor, tensor + 1) for tensor in made]
+        odd_one: dict[str, Callable[[Tensor], Tensor]] = {
+            "plain": lambda tensor: tensor,
+            "conj": torch.conj,
+            "neg": lambda tensor: torch._neg_view(tensor),
+            "grad": lambda tensor: tensor.requires_grad_(),
+            "expanded": lambda tensor: torch.tensor(3.0).expand(size),
+            "part": lambda tensor: torch.arange(100.0)[odd : odd + size],
+            "shared": lambda tensor: made[0].view(size),
+            "dtype": lambda tensor: tensor.int(),
+            "shape": lambda tensor: tensor.repeat(2),
+            "device": lambda tensor: tensor.clone().to(self.device),
+            "subclass": lambda tensor: tensor.as_subclass(Subclass),
+        }
+        for index in range(odd, count):  # none of the first: `odd` others stay plain
+            made[index] = odd_one[variant](made[index])
+        return made
 
     def jagged(self, name: str) -> Any:
         return JAGGED[name]()
@@ -160,9 +189,15 @@ def expected(host: Any, device: torch.device) -> Any:
         del Noded.to, Registered.to  # type: ignore[attr-defined]
 
 
+@functools.cache
+def _engine(device: torch.device) -> TransferEngine:
+    return engine_for(device)
+
+
 def arrives(descriptions: Any, isolate: bool, device: torch.device) -> None:
-    host, same = (["root", *map(Builder().build, descriptions), numbers(2)] for _ in range(2))
-    arrived = send(host, device, isolate=isolate, seed=1)
+    host, same = (["root", *map(Builder(device).build, descriptions), numbers(2)] for _ in range(2))
+    # One engine for all: what it remembers of other batches must not matter.
+    arrived = send(host, device, isolate, seed=1, engine=_engine(device))
     assert_same(arrived, expected(host, device))
     assert_same(host, same)
     if not isolate:
@@ -193,6 +228,6 @@ def test_any_of_many_trees_arrives(device: torch.device, descriptions: Any, isol
 
 def test_the_trees_reach_every_kind_of_leaf() -> None:
     for name in SIMPLE:
-        assert Builder().build(("tensor", name)) is not None
-    assert isinstance(Builder().build(("container", "pytree", ("computes",), ("passed", 0))), Noded)
+        assert Builder(CPU).build(("tensor", name)) is not None
+    assert isinstance(Builder(CPU).build(("container", "pytree", ("computes",), ("passed", 0))), Noded)
     assert isinstance(TENSORDICTS["flat"](), TensorDict)
