@@ -48,13 +48,13 @@ def rebuilt(batch: Any, own_to: Any = None, isolate: bool = False) -> tuple[Any,
     """The batch around tensors that are 1 larger."""
     walk = Walk(own_to or ByFields(), isolate)
     walk.find(batch)
-    return walk.rebuild(batch, [{key: tensor + 1 for key, tensor in group.items()} for group in walk.groups]), walk
+    return walk.rebuild(batch, [[tensor + 1 for tensor in group] for group in walk.groups]), walk
 
 
 def test_distinct_tensors_are_found_once_in_order() -> None:
     a, b = torch.zeros(1), torch.ones(1)
     _, walk = rebuilt([a, {"x": b, "y": a}, None, "text", (a,)])
-    assert [id(tensor) for tensor in walk.groups[0].values()] == [id(a), id(b)]
+    assert [id(tensor) for tensor in walk.groups[0]] == [id(a), id(b)]
 
 
 def test_a_tensor_alone_is_a_batch() -> None:
@@ -88,7 +88,7 @@ def test_a_class_with_its_own_to_is_run_once_however_often_it_appears() -> None:
     new, walk = rebuilt([obj, {"again": obj}], ByRunning())
     assert new[0] is new[1]["again"]
     assert isinstance(new[0].x, list)
-    assert walk.groups == [{}]
+    assert walk.groups == [[]]
 
 
 def test_objects_that_hold_themselves_keep_doing_so() -> None:

@@ -29,7 +29,12 @@ class _Node(NamedTuple):
     children: Sequence[Any]
     context: Any
     group: int
+    span: range | None = None
+    """The positions of `children` in their group, where these are many tensors and nothing else."""
 
+
+MANY = 16
+"""Containers of at least this many tensors, and nothing else, are handled in bulk."""
 
 _MISSING = object()
 _UNFINISHED = object()
@@ -48,14 +53,16 @@ class Walk:
     """
 
     def __init__(self, own_to: OwnTo, isolate: bool = False) -> None:
-        self.groups: list[dict[int, Tensor]] = [{}]
-        """The distinct tensors by `id`: in `groups[0]` those that may share memory, in each other group one KJT's."""
+        self.groups: list[list[Tensor]] = [[]]
+        """The tensors: in `groups[0]` those that may share memory, in each other group one KJT's. Each is there once;
+        only containers of many tensors are not searched for what was met before."""
+        self._positions: list[dict[int, int]] = [{}]
         self._own_to = own_to
         self._isolate = isolate
         self._group = 0
         self._nodes: dict[tuple[int, int], _Node | None] = {}
         self._built: dict[tuple[int, int], Any] = {}
-        self._arrived: Sequence[dict[int, Tensor]] = ()
+        self._arrived: Sequence[Sequence[Tensor]] = ()
 
     def find(self, batch: Any) -> None:
         """Collect the tensors of `batch` into `groups`.
@@ -68,12 +75,12 @@ class Walk:
         except RecursionError:
             raise _too_deep(batch) from None
 
-    def rebuild(self, batch: Any, arrived: Sequence[dict[int, Tensor]]) -> Any:
+    def rebuild(self, batch: Any, arrived: Sequence[Sequence[Tensor]]) -> Any:
         """The batch that was given to `find`, around other tensors.
 
         Args:
             batch: the same object, unchanged.
-            arrived: for each of `groups`, the new tensor for each old tensor's `id`.
+            arrived: for each of `groups`, the new tensors, in the order of the old ones.
 
         Raises:
             BatchError: a container that can only be made whole holds itself.
@@ -91,7 +98,7 @@ class Walk:
         if kind is None:
             if not isinstance(obj, Tensor):
                 return False
-            self.groups[self._group][id(obj)] = obj
+            self._take(obj)
             return True
         key = (self._group, id(obj))
         if key in self._nodes:
@@ -105,21 +112,38 @@ class Walk:
         outer = self._group
         if self._isolate and cls is KeyedJaggedTensor:
             self._group = len(self.groups)
-            self.groups.append({})
+            self.groups.append([])
+            self._positions.append({})
         children, context = kind.flatten(obj)
         self._nodes[key] = _Node(obj, kind, children, context, self._group)
-        holds = self._find_all(children)
-        self._group = outer
-        if not holds:
+        span = self._find_many(children)
+        if span:
+            self._nodes[key] = _Node(obj, kind, children, context, self._group, span)
+        elif not self._find_each(children):
             self._nodes[key] = None
-        return holds
+        self._group = outer
+        return self._nodes[key] is not None
 
-    def _find_all(self, children: Sequence[Any]) -> bool:
-        leaves = self.groups[self._group]
+    def _find_many(self, children: Sequence[Any]) -> range | None:
+        """Take many tensors without a step of Python for each; None where there are few, or other things."""
+        if len(children) < MANY or set(map(type, children)) != {Tensor}:
+            return None
+        tensors = self.groups[self._group]
+        first = len(tensors)
+        tensors.extend(children)
+        return range(first, len(tensors))
+
+    def _take(self, tensor: Tensor) -> None:
+        positions, tensors = self._positions[self._group], self.groups[self._group]
+        if id(tensor) not in positions:
+            positions[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+
+    def _find_each(self, children: Sequence[Any]) -> bool:
         holds = False
         for child in children:
             if type(child) is Tensor:
-                leaves[id(child)] = child
+                self._take(child)
                 holds = True
             elif child is not None and self._find(child):
                 holds = True
@@ -129,21 +153,27 @@ class Walk:
         key = (self._group, id(obj))
         node = self._nodes.get(key)
         if node is None:
-            return self._arrived[self._group].get(id(obj), obj)
+            position = self._positions[self._group].get(id(obj))
+            return obj if position is None else self._arrived[self._group][position]
         built = self._built.get(key, _MISSING)
         if built is _UNFINISHED:
             name = type(obj).__name__
             raise BatchError(f"a {name} in the batch holds itself; only lists, dicts and objects with fields may")
         if built is not _MISSING:
             return built
-        _, kind, children, context, group = node
+        _, kind, children, context, group, span = node
         if kind.blank is None:
             self._built[key] = _UNFINISHED
         else:
             context = self._built[key] = kind.blank(obj)
         outer, self._group = self._group, group
-        arrived = self._arrived[group]
-        new = [arrived[id(child)] if type(child) is Tensor else self._rebuild(child) for child in children]
+        arrived, positions = self._arrived[group], self._positions[group]
+        if span is not None:
+            new = list(arrived[span.start : span.stop])
+        else:
+            new = [
+                arrived[positions[id(child)]] if type(child) is Tensor else self._rebuild(child) for child in children
+            ]
         self._group = outer
         result = self._built[key] = kind.unflatten(new, context)
         return result
@@ -163,7 +193,7 @@ def tensors_in(obj: Any) -> list[Tensor]:
     """The distinct tensors that an object holds, those in objects with their own `to` included."""
     walk = Walk(_ByStructure())
     walk.find(obj)
-    return list(walk.groups[0].values())
+    return list({id(tensor): tensor for tensor in walk.groups[0]}.values())
 
 
 def _too_deep(batch: Any) -> BatchError:

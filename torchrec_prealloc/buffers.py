@@ -37,19 +37,31 @@ class Views:
         """`nbytes` bytes from byte `offset` on (uint8, 1-D)."""
         return self.at(offset, (torch.uint8, torch.Size((nbytes,)), (1,)))
 
+    def rows(self, offset: int, step: int, count: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """`count` contiguous tensors of one dtype and shape, `step` bytes apart, the first at byte `offset`."""
+        strides = [1]
+        for size in reversed(shape[1:]):
+            strides.append(strides[-1] * size)
+        inner = tuple(reversed(strides[: len(shape)]))
+        return self.at(offset, (dtype, torch.Size((count, *shape)), (step // dtype.itemsize, *inner)))
+
     def run(self, offset: int, step: int, count: int, form: Form) -> Sequence[Tensor]:
         """`count` tensors of one form, `step` bytes apart, the first at byte `offset`: one operation for all."""
         dtype, shape, strides = form
-        size = dtype.itemsize
-        with torch._C._AutoDispatchBelowADInplaceOrView():
-            rows = self._as(dtype).as_strided((count, *shape), (step // size, *strides), offset // size)
-            return rows.unbind(0)
+        rows = self.at(offset, (dtype, torch.Size((count, *shape)), (step // dtype.itemsize, *strides)))
+        return unbind(rows)
 
     def _as(self, dtype: torch.dtype) -> Tensor:
         typed = self._typed.get(dtype)
         if typed is None:
             typed = self._typed[dtype] = self.base.view(dtype)
         return typed
+
+
+def unbind(rows: Tensor) -> Sequence[Tensor]:
+    """The tensors along the first dimension, no views to autograd."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return rows.unbind(0)
 
 
 def unit_views(views: Views, segment: Segment, leaves: Sequence[Leaf]) -> list[Tensor]:

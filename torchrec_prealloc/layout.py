@@ -72,12 +72,13 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def plan(leaves: Sequence[Leaf], direct_bytes: int) -> list[Segment]:
+def plan(leaves: Sequence[Leaf], direct_bytes: int, taken: int = 0) -> list[Segment]:
     """Lay out `leaves`: units of at least `direct_bytes` bytes alone, all others in one arena.
 
     Args:
         leaves: one entry for each distinct tensor.
         direct_bytes: smallest unit, in bytes, that gets a segment of its own.
+        taken: bytes at the start of the arena that are somebody else's; a multiple of `ALIGNMENT`.
 
     Returns:
         The segments, direct ones first, in the order of the leaves. Every leaf is a member of exactly one unit.
@@ -89,8 +90,8 @@ def plan(leaves: Sequence[Leaf], direct_bytes: int) -> list[Segment]:
             segments.append(_place([unit], direct=True))
         else:
             small.append(unit)
-    if small:
-        segments.append(_arena(small, leaves))
+    if small or taken:
+        segments.append(_arena(small, leaves, taken))
     return segments
 
 
@@ -131,12 +132,12 @@ def _extents(members: list[int], leaves: Sequence[Leaf]) -> list[Unit]:
     return units
 
 
-def _arena(units: list[Unit], leaves: Sequence[Leaf]) -> Segment:
+def _arena(units: list[Unit], leaves: Sequence[Leaf], taken: int) -> Segment:
     by_form: dict[Form | None, list[Unit]] = {}
     for unit in units:
         form = leaves[unit.members[0]].form if len(unit.members) == 1 else None
         by_form.setdefault(form, []).append(unit)
-    segment = _place([unit for same in by_form.values() for unit in same], direct=False)
+    segment = _place([unit for same in by_form.values() for unit in same], direct=False, offset=taken)
     first = 0
     for form, same in by_form.items():
         if form is not None and len(same) > 1:
@@ -145,8 +146,7 @@ def _arena(units: list[Unit], leaves: Sequence[Leaf]) -> Segment:
     return segment
 
 
-def _place(units: list[Unit], direct: bool) -> Segment:
-    offset = 0
+def _place(units: list[Unit], direct: bool, offset: int = 0) -> Segment:
     for unit in units:
         # An extent keeps its host address modulo the alignment, so each of its views keeps its own alignment. A
         # tensor alone starts aligned wherever it came from.

@@ -6,7 +6,7 @@ Nothing here touches a stream: memory comes from the one that is current, and `t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor
 from torchrec_prealloc import unpinned
 from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, Kind
-from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unit_views
+from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unbind, unit_views
 from torchrec_prealloc.capture import Capture, RealCopies, runs_in
 from torchrec_prealloc.layout import ALIGNMENT, Form, aligned, plan
 from torchrec_prealloc.own_to import Learned, contents
 from torchrec_prealloc.plain import check_storage, is_dense, is_plain, leaf
+from torchrec_prealloc.runs import Region, Structure, structure_of
 from torchrec_prealloc.staging import pinned
 
 CAPTURE_BYTES = 1 << 20
@@ -56,6 +57,11 @@ class Arena:
         self.targets.append(self.places.at(offset, form))
         return self.views.at(offset, form)
 
+    def add_run(self, region: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Gather a run's members; returns their device tensors."""
+        region.gather(tensors, region.rows(self.places))
+        return unbind(region.rows(self.views))
+
     def fits(self, nbytes: int) -> bool:
         """Whether another `nbytes` have room."""
         return self.nbytes + aligned(nbytes) <= self.base.numel()
@@ -69,6 +75,7 @@ class Shipment:
         streams: whether the device has streams, and so can copy from pinned memory while the host goes on.
         direct_bytes: smallest tensor that travels by itself.
         isolate: whether each KeyedJaggedTensor gets memory of its own.
+        structures: what is remembered of earlier batches, by their number of tensors.
         flush: `flush(shipment, reuse_sources)`: send what is loaded, order the current stream after it, and with
             `reuse_sources` wait until the host's tensors may be changed.
     """
@@ -79,6 +86,7 @@ class Shipment:
         streams: bool,
         direct_bytes: int,
         isolate: bool,
+        structures: MutableMapping[int, Structure],
         flush: Callable[[Shipment, bool], None],
     ) -> None:
         self.arenas: list[Arena] = []
@@ -96,6 +104,7 @@ class Shipment:
         self._streams = streams
         self._direct_bytes = direct_bytes
         self._isolate = isolate
+        self._structures = structures
         self._flush = flush
         self._open: Arena | None = None
         self._pinning: list[Tensor] | None = None
@@ -126,36 +135,57 @@ class Shipment:
 
     # Tensors that were found in the batch ------------------------------------------------------------------------
 
-    def _load_group(self, group: dict[int, Tensor], isolated: bool) -> dict[int, Tensor]:
-        arrived: dict[int, Tensor] = {}
+    def _load_group(self, tensors: list[Tensor], isolated: bool) -> list[Tensor]:
+        if self._pinning is not None:
+            self._pinning += filter(is_plain, tensors)
+        structure = self._structures.get(len(tensors))
+        if structure is not None and structure.fits(tensors, self._direct_bytes):
+            try:
+                return self._load_tensors(tensors, structure, isolated)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                pass  # the members of a run are no longer of one shape
+        leaves = [leaf(tensor, index) if is_plain(tensor) else None for index, tensor in enumerate(tensors)]
+        structure = self._structures[len(tensors)] = structure_of(leaves, tensors, self._direct_bytes)
+        return self._load_tensors(tensors, structure, isolated)
+
+    def _load_tensors(self, tensors: list[Tensor], structure: Structure, isolated: bool) -> list[Tensor]:
+        arrived = list(tensors)
+        distinct = {id(tensors[index]): tensors[index] for index in structure.singles}
+        moved: dict[int, Tensor] = {}
         plain: list[Tensor] = []
-        for key, tensor in group.items():
+        for key, tensor in distinct.items():
             if is_plain(tensor):
                 plain.append(tensor)
             else:
-                arrived[key] = self._move_alone(tensor)
-        if self._pinning is not None:
-            self._pinning += plain
+                moved[key] = self._move_alone(tensor)
         leaves = [leaf(tensor, index) for index, tensor in enumerate(plain)]
-        for segment in plan(leaves, self._direct_bytes):
-            base = self._allocate(segment.nbytes, isolated)
+        regions = structure.regions(tensors)
+        for segment in plan(leaves, self._direct_bytes, taken=sum(region.nbytes for region in regions)):
             sources = [
                 plain[unit.members[0]] if len(unit.members) == 1 else host_bytes(unit, plain[unit.members[0]])
                 for unit in segment.units
             ]
+            base = self._allocate(segment.nbytes, isolated)
             if segment.direct and self._can_leave(sources[0]):
                 views = Views(base)
                 units = unit_views(views, segment, leaves)
                 self.direct.append((units[0], sources[0]))
             else:
                 arena = Arena(base, self._streams)
+                if not segment.direct:
+                    for region in regions:
+                        region.run.put(arrived, arena.add_run(region, tensors))
                 views = arena.views
                 units = unit_views(views, segment, leaves)
                 arena.sources, arena.nbytes = sources, segment.nbytes
                 arena.targets = unit_views(arena.places, segment, leaves) if self._streams else units
                 self.arenas.append(arena)
             for index, view in leaf_views(views, segment, units, leaves):
-                arrived[id(plain[index])] = view
+                moved[id(plain[index])] = view
+        for index in structure.singles:
+            arrived[index] = moved[id(tensors[index])]
         return arrived
 
     def _move_alone(self, tensor: Tensor) -> Tensor:

@@ -163,7 +163,8 @@ class TransferEngine:
         arenas, direct = shipment.take()
         with torch.no_grad():
             for arena in arenas:
-                torch._foreach_copy_(arena.targets, arena.sources)
+                if arena.sources:
+                    torch._foreach_copy_(arena.targets, arena.sources)
             if self.has_streams:
                 self._order.copy_after_allocation(self.side, transfer._owner)
             with self._current(self.side):

@@ -114,7 +114,7 @@ def _row(name: str, batch: Any, same: Any, rounds: int) -> Row:
         TransferEngine(torch.device("cpu")).start(batch)  # learns
     walk = Walk(_Learned())
     walk.find(batch)
-    arrived = [dict(group) for group in walk.groups]
+    arrived = [list(group) for group in walk.groups]
     leaves = sum(len(group) for group in walk.groups)
     times: dict[str, list[float]] = {key: [] for key in STEPS}
     for _ in range(rounds):
