@@ -3,8 +3,8 @@
 A type is understood in one of three ways, looked up once for each type:
 
 1. A **registered** type says itself what it holds (`register_batch_type`). Registered here: `KeyedJaggedTensor`,
-   `JaggedTensor`, `KeyedTensor`, dict, list, tuple and their subclasses, named tuples, dataclasses and attrs classes
-   without a `to` of their own; and whatever `torch.utils._pytree` knows.
+   `JaggedTensor`, `KeyedTensor`, `TensorDict`; dict, list, tuple and their subclasses, named tuples, dataclasses and
+   attrs classes without a `to` of their own; and whatever `torch.utils._pytree` knows.
 2. A class with **its own `to`** is asked what it moves (`own_to.py`).
 3. Everything else (numbers, strings, numpy arrays, ...) is passed through untouched.
 """
@@ -22,6 +22,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+try:
+    from tensordict import TensorDict
+except ImportError:  # TorchRec's early versions do without
+    TensorDict = None
 
 Flatten = Callable[[Any], tuple[Sequence[Any], Any]]
 Unflatten = Callable[[Sequence[Any], Any], Any]
@@ -226,3 +231,26 @@ _register_moved(
 )
 _register_moved(JaggedTensor, "_values", "_weights", "_lengths", "_offsets")
 _register_moved(KeyedTensor, "_values")
+
+
+# TensorDict ------------------------------------------------------------------------------------------------------
+
+
+def _flatten_tensordict(td: Any) -> tuple[Sequence[Any], Any]:
+    names = td.names if any(td.names) else None
+    return list(td.values()), (list(td.keys()), td.batch_size, names, td.is_locked)
+
+
+def _unflatten_tensordict(children: Sequence[Any], context: Any) -> Any:
+    keys, batch_size, names, locked = context
+    # As its own `to` does: where the tensors went is then the TensorDict's device, whatever it was before.
+    device = next((child.device for child in children if child.device is not None), None)
+    # Whether a TensorDict in it is locked is the outer one's to say, and it may be the host's own: a shallow copy.
+    own = [child.copy() if isinstance(child, TensorDict) else child for child in children]
+    new = TensorDict(dict(zip(keys, own, strict=True)), batch_size=batch_size, names=names, device=device)
+    return new.lock_() if locked else new
+
+
+# The class itself only: a tensorclass, a lazy stack and a subclass have a `to` that does more.
+if TensorDict is not None:
+    register_batch_type(TensorDict, _flatten_tensordict, _unflatten_tensordict)
