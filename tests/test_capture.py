@@ -54,6 +54,8 @@ def values(count: int = 6) -> Tensor:
 
 TOS: dict[str, Callable[[Any, torch.device], dict[str, Any]]] = {
     "another dtype": lambda b, d: {"x": b.x.to(d, torch.float16), "y": b.y.to(d).to(torch.float64)},
+    "a wider dtype": lambda b, d: {name: b.x[:100].to(d, torch.complex128) for name in "abc"},
+    "a wider dtype, large": lambda b, d: {name: b.x.to(d, torch.complex128) for name in "abc"},
     "device and dtype by keyword": lambda b, d: {"x": b.x.to(device=d, dtype=torch.int32, non_blocking=True)},
     "to the device of a tensor": lambda b, d: {"x": b.x.to(b.y.to(d))},
     "arithmetic on a moved tensor": lambda b, d: {"x": b.x.to(d) * 2 + b.y.to(d)},

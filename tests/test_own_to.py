@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import warnings
 from collections import UserDict
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from arrivals import CPU, assert_same, engine_for, reference
+from arrivals import CPU, assert_same, engine_for, race_free, reference
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
@@ -188,6 +189,14 @@ def test_a_class_with_slots_is_walked(engine: TransferEngine) -> None:
         assert_same(arrived.x, ones().to(engine.device))
         assert not hasattr(arrived, "unset")
     assert Slotted.runs == 1
+
+
+def test_a_list_that_moves_in_part_makes_its_class_run_for_every_batch(engine: TransferEngine) -> None:
+    def part(self: Any, name: str, value: Any, device: torch.device) -> Any:
+        return [value[0].to(device), value[1]]
+
+    cls = fresh(part=part)
+    assert runs(engine, *(cls(x=[ones(), ones()]) for _ in range(3))) == [True] * 3
 
 
 # What must not go unnoticed --------------------------------------------------------------------------------------
@@ -420,6 +429,82 @@ def test_a_to_that_runs_out_of_memory_says_so(engine: TransferEngine) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="full"):
         engine.start(cls(x=ones()))
     assert cls.runs == 1
+
+
+def test_what_to_returns_is_passed_on_whatever_it_is(engine: TransferEngine) -> None:
+    class Summed(Batch):
+        def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+            return {"sum": float(self.x.to(device).sum()), "x": (self.x.to(device),)}
+
+    for _ in range(3):
+        assert_same(engine.start(Summed(x=ones())).wait(), {"sum": 3.0, "x": (ones().to(engine.device),)})
+
+
+def test_batches_that_fail_leave_no_memory_behind(simulated_accelerator: torch.device) -> None:
+    from torchrec_prealloc import simulator
+
+    def allocated() -> int:
+        gc.collect()
+        devices = simulator.stats().devices
+        return devices[0].allocated if devices else 0
+
+    def part(self: Any, name: str, value: Any, device: torch.device) -> Any:
+        moved = value.to(device, torch.float64)
+        if name == "y":
+            (moved + 1).sum()  # makes the queue run
+            raise ValueError("no")
+        return moved
+
+    cls = fresh(part=part)
+    engine = engine_for(simulated_accelerator)
+    before = allocated()
+    with race_free(simulated_accelerator):
+        for batch in (cls(x=ones(2000), y=ones()), [ones(2000), cls(x=ones(), y=ones())], [ones(), ones().to("meta")]):
+            with pytest.raises((ValueError, NotImplementedError)) as caught:
+                engine.start(batch)
+            del caught
+            assert not engine._pending
+        assert_same(engine.start([ones()]).wait(), [ones().to(simulated_accelerator)])
+        engine.close()
+    assert allocated() == before
+
+
+class Doubles(Batch):
+    """Allocates and computes on the stream that runs its `to`."""
+
+    def part(self, name: str, value: Any, device: torch.device) -> Any:
+        return value.to(device, non_blocking=True) * 2
+
+
+class Shy(Doubles):
+    """As `Doubles`, and cannot be observed."""
+
+    def part(self, name: str, value: Any, device: torch.device) -> Any:
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise RuntimeError("not under a mode")
+        return super().part(name, value, device)
+
+
+@pytest.mark.parametrize("cls", [Doubles, Shy])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_to_allocates_is_ordered_and_kept_for_other_streams(
+    cls: type[Batch], seed: int, simulated_accelerator: torch.device
+) -> None:
+    module = torch.get_device_module(simulated_accelerator)
+    engine = engine_for(simulated_accelerator)
+    reader = module.Stream()
+    with race_free(simulated_accelerator, seed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Shy cannot be observed
+        sums = []
+        for step in range(4):
+            transfer = engine.start(cls(x=torch.full((500,), float(step)).pin_memory()))
+            with module.stream(reader):
+                sums.append(transfer.wait().x.sum())
+            del transfer  # as a pipeline that is done with it
+            torch.zeros(500, device=simulated_accelerator)
+        engine.close()
+        module.synchronize()
+        assert [float(total) for total in sums] == [0.0, 1000.0, 2000.0, 3000.0]
 
 
 def test_nothing_is_said_of_ordinary_classes() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.test_utils.model_input import ModelInput
 
@@ -75,6 +76,7 @@ def run(rounds: int = ROUNDS) -> list[Row]:
 def _batches() -> dict[str, tuple[Any, Any]]:
     """Each batch, and what pytree gets in its place."""
     flat = {f"t{i}": torch.randn(16) for i in range(600)}
+    tensordict = TensorDict(flat, batch_size=[16])
     model_input = ModelInput(
         float_features=torch.randn(32, 8),
         idlist_features=_kjt(),
@@ -89,6 +91,7 @@ def _batches() -> dict[str, tuple[Any, Any]]:
     return {
         "dict of 600 tensors": (flat, flat),
         "ModelInput, 600 dummies, 2 KJTs": (model_input, dict(vars(model_input))),
+        "TensorDict of 600 tensors": (tensordict, tensordict),
         "dicts and lists, 10,000 tensors": (nested, nested),
     }
 
