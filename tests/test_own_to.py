@@ -469,6 +469,31 @@ def test_batches_that_fail_leave_no_memory_behind(simulated_accelerator: torch.d
     assert allocated() == before
 
 
+@pytest.mark.parametrize("stays", [(), ("here",)])
+def test_memory_that_to_passes_on_is_held_for_other_streams(stays: Any, simulated_accelerator: torch.device) -> None:
+    """Whether `to` runs or the class is walked: the memory is of a stream that knows nothing of the readers."""
+    module = torch.get_device_module(simulated_accelerator)
+    engine = engine_for(simulated_accelerator)
+    foreign, reader = module.Stream(), module.Stream()
+    cls = fresh(stays=stays)
+    with race_free(simulated_accelerator):
+        for _ in range(4):
+            with module.stream(foreign):
+                here = torch.ones(500, device=simulated_accelerator)
+            module.current_stream().wait_stream(foreign)
+            host = cls(x=ones().pin_memory(), here=here)
+            transfer = engine.start(host)
+            with module.stream(reader):
+                total = transfer.wait().here.sum()
+            del transfer, host, here
+            with module.stream(foreign):
+                torch.zeros(500, device=simulated_accelerator)  # could have the memory that is being read
+        engine.close()
+        module.synchronize()
+        assert float(total) == 500
+    assert cls.runs == 1
+
+
 class Doubles(Batch):
     """Allocates and computes on the stream that runs its `to`."""
 

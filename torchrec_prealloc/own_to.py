@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchrec_prealloc.batch import tensors_in
@@ -93,7 +94,15 @@ class Learned:
         """Whether `learn` would learn something from `obj`."""
         return self._trusted and self._verdicts.get(self._signature(obj), _MISSING) is not None
 
-    def learn(self, obj: Any, before: Mapping[str, Any], moved: Any, captured: Captured, kept_by: KeptBy) -> None:
+    def learn(
+        self,
+        obj: Any,
+        before: Mapping[str, Any],
+        moved: Any,
+        captured: Captured,
+        kept_by: KeptBy,
+        device: torch.device,
+    ) -> None:
         """Compare the host's object with what its `to` made of it.
 
         Args:
@@ -102,8 +111,9 @@ class Learned:
             moved: what `to` gave.
             captured: the conversions that it made.
             kept_by: answers for nested objects with their own `to`.
+            device: the target.
         """
-        fates = _fates(obj, before, moved, _Comparison(captured, kept_by))
+        fates = _fates(obj, before, moved, _Comparison(captured, kept_by, device))
         signature = self._signature(obj)
         known = self._verdicts.get(signature)
         if self._until_recheck <= 0:
@@ -193,9 +203,10 @@ class Fate(enum.Enum):
 class _Comparison:
     """One comparison of a host's object with what `to` made of it."""
 
-    def __init__(self, captured: Captured, kept_by: KeptBy) -> None:
+    def __init__(self, captured: Captured, kept_by: KeptBy, device: torch.device) -> None:
         self.captured = captured
         self.kept_by = kept_by
+        self.device = device
         self.fates: dict[tuple[int, int], Fate] = {}
         """Of the pairs of containers met, by `id`: they may be shared, and may hold themselves."""
 
@@ -247,7 +258,8 @@ def _field_fates(old: Any, new: Any, comparison: _Comparison) -> dict[str, Fate]
 def _fate(old: Any, new: Any, comparison: _Comparison) -> Fate:
     if isinstance(old, Tensor):
         if new is old:
-            return Fate.KEPT
+            # A tensor that was on the device already is to be found: readers on other streams hold its memory.
+            return Fate.MOVED if old.device == comparison.device and not old.is_cpu else Fate.KEPT
         targets = comparison.captured.get(id(old), ())
         return Fate.MOVED if any(new is target for target in targets) and new.dtype == old.dtype else Fate.OTHER
     kind = kind_of(type(old))

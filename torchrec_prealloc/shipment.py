@@ -6,7 +6,7 @@ Nothing here touches a stream: memory comes from the one that is current, and `t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, Kind
 from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unbind, unit_views
 from torchrec_prealloc.capture import Capture, RealCopies, runs_in
-from torchrec_prealloc.layout import ALIGNMENT, Form, aligned, plan
+from torchrec_prealloc.held import HeldTensors
+from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, Segment, aligned, plan
 from torchrec_prealloc.own_to import Learned, contents
 from torchrec_prealloc.plain import check_storage, is_dense, is_plain, leaf
 from torchrec_prealloc.runs import Region, Structure, structure_of
@@ -27,6 +28,15 @@ CAPTURE_BYTES = 1 << 20
 """Size of the arenas for conversions of a class' own `to`, whose sizes are not known beforehand."""
 
 _learned: dict[tuple[type, str], Learned] = {}
+
+
+class Memory:
+    """What an engine remembers of its batches."""
+
+    def __init__(self) -> None:
+        self.structures: dict[int, Structure] = {}
+        """By the number of tensors."""
+        self.held = HeldTensors()
 
 
 class Arena:
@@ -75,7 +85,7 @@ class Shipment:
         streams: whether the device has streams, and so can copy from pinned memory while the host goes on.
         direct_bytes: smallest tensor that travels by itself.
         isolate: whether each KeyedJaggedTensor gets memory of its own.
-        structures: what is remembered of earlier batches, by their number of tensors.
+        memory: what is remembered of earlier batches.
         flush: `flush(shipment, reuse_sources)`: send what is loaded, order the current stream after it, and with
             `reuse_sources` wait until the host's tensors may be changed.
     """
@@ -86,7 +96,7 @@ class Shipment:
         streams: bool,
         direct_bytes: int,
         isolate: bool,
-        structures: MutableMapping[int, Structure],
+        memory: Memory,
         flush: Callable[[Shipment, bool], None],
     ) -> None:
         self.arenas: list[Arena] = []
@@ -104,7 +114,7 @@ class Shipment:
         self._streams = streams
         self._direct_bytes = direct_bytes
         self._isolate = isolate
-        self._structures = structures
+        self._memory = memory
         self._flush = flush
         self._open: Arena | None = None
         self._pinning: list[Tensor] | None = None
@@ -138,8 +148,10 @@ class Shipment:
     def _load_group(self, tensors: list[Tensor], isolated: bool) -> list[Tensor]:
         if self._pinning is not None:
             self._pinning += filter(is_plain, tensors)
-        structure = self._structures.get(len(tensors))
-        if structure is not None and structure.fits(tensors, self._direct_bytes):
+        count = len(tensors)
+        alone = self._memory.held.next_batch(count) if not isolated else ()
+        structure = self._memory.structures.get(count)
+        if structure is not None and structure.alone == alone and structure.fits(tensors, self._direct_bytes):
             try:
                 return self._load_tensors(tensors, structure, isolated)
             except torch.OutOfMemoryError:
@@ -147,46 +159,64 @@ class Shipment:
             except RuntimeError:
                 pass  # the members of a run are no longer of one shape
         leaves = [leaf(tensor, index) if is_plain(tensor) else None for index, tensor in enumerate(tensors)]
-        structure = self._structures[len(tensors)] = structure_of(leaves, tensors, self._direct_bytes)
+        structure = structure_of(leaves, tensors, self._direct_bytes, alone)
+        self._memory.structures[count] = structure
         return self._load_tensors(tensors, structure, isolated)
 
     def _load_tensors(self, tensors: list[Tensor], structure: Structure, isolated: bool) -> list[Tensor]:
-        arrived = list(tensors)
-        distinct = {id(tensors[index]): tensors[index] for index in structure.singles}
         moved: dict[int, Tensor] = {}
         plain: list[Tensor] = []
-        for key, tensor in distinct.items():
+        leaves: list[Leaf] = []
+        positions = {id(tensors[index]): index for index in structure.singles}
+        for key, position in positions.items():
+            tensor = tensors[position]
             if is_plain(tensor):
+                leaves.append(leaf(tensor, len(plain), position in structure.alone))
                 plain.append(tensor)
             else:
                 moved[key] = self._move_alone(tensor)
-        leaves = [leaf(tensor, index) for index, tensor in enumerate(plain)]
+        arrived = list(tensors)
         regions = structure.regions(tensors)
         for segment in plan(leaves, self._direct_bytes, taken=sum(region.nbytes for region in regions)):
-            sources = [
-                plain[unit.members[0]] if len(unit.members) == 1 else host_bytes(unit, plain[unit.members[0]])
-                for unit in segment.units
-            ]
             base = self._allocate(segment.nbytes, isolated)
-            if segment.direct and self._can_leave(sources[0]):
-                views = Views(base)
-                units = unit_views(views, segment, leaves)
-                self.direct.append((units[0], sources[0]))
-            else:
-                arena = Arena(base, self._streams)
-                if not segment.direct:
-                    for region in regions:
-                        region.run.put(arrived, arena.add_run(region, tensors))
-                views = arena.views
-                units = unit_views(views, segment, leaves)
-                arena.sources, arena.nbytes = sources, segment.nbytes
-                arena.targets = unit_views(arena.places, segment, leaves) if self._streams else units
-                self.arenas.append(arena)
-            for index, view in leaf_views(views, segment, units, leaves):
+            first = segment.units[0].members[0] if segment.units else -1
+            if not isolated and (not segment.direct or leaves[first].alone):
+                self._memory.held.watch(base, positions[id(plain[first])] if segment.direct else -1)
+            for index, view in self._load_segment(segment, base, leaves, plain, tensors, regions, arrived):
                 moved[id(plain[index])] = view
         for index in structure.singles:
             arrived[index] = moved[id(tensors[index])]
         return arrived
+
+    def _load_segment(
+        self,
+        segment: Segment,
+        base: Tensor,
+        leaves: list[Leaf],
+        plain: list[Tensor],
+        tensors: list[Tensor],
+        regions: list[Region],
+        arrived: list[Tensor],
+    ) -> Iterator[tuple[int, Tensor]]:
+        sources = [
+            plain[unit.members[0]] if len(unit.members) == 1 else host_bytes(unit, plain[unit.members[0]])
+            for unit in segment.units
+        ]
+        if segment.direct and self._can_leave(sources[0]):
+            views = Views(base)
+            units = unit_views(views, segment, leaves)
+            self.direct.append((units[0], sources[0]))
+        else:
+            arena = Arena(base, self._streams)
+            if not segment.direct:
+                for region in regions:
+                    region.run.put(arrived, arena.add_run(region, tensors))
+            views = arena.views
+            units = unit_views(views, segment, leaves)
+            arena.sources, arena.nbytes = sources, segment.nbytes
+            arena.targets = unit_views(arena.places, segment, leaves) if self._streams else units
+            self.arenas.append(arena)
+        return leaf_views(views, segment, units, leaves)
 
     def _move_alone(self, tensor: Tensor) -> Tensor:
         """A tensor that is more than strided host memory goes its own way: `.to`, on the owner stream."""
@@ -250,11 +280,11 @@ class Shipment:
             return moved
         learned.ran = True
         self._check_moved(obj, moved)
-        self.owned += [tensor for tensor in tensors_in(moved) if tensor.device == self._device]
+        self._own(obj, moved)
         if before is not None:
             self._learning.add(id(obj))
             try:
-                learned.learn(obj, before, moved, capture.captured, self._kept_by)
+                learned.learn(obj, before, moved, capture.captured, self._kept_by, self._device)
             finally:
                 self._learning.discard(id(obj))
         return moved
@@ -271,8 +301,15 @@ class Shipment:
             self._note(error, obj)
             raise
         self._check_moved(obj, moved)
-        self.owned += [tensor for tensor in tensors_in(moved) if tensor.device == self._device]
+        self._own(obj, moved)
         return moved
+
+    def _own(self, obj: Any, moved: Any) -> None:
+        """Note the memory of what `to` made; what it passed on was on the device before, and is somebody else's."""
+        given = set(map(id, tensors_in(obj)))
+        for tensor in tensors_in(moved):
+            if tensor.device == self._device:
+                (self.foreign if id(tensor) in given else self.owned).append(tensor)
 
     def _note(self, error: Exception, obj: Any) -> None:
         if hasattr(error, "add_note"):  # Python 3.11 on
