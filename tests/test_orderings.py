@@ -77,6 +77,40 @@ def data_dist(engine: TransferEngine, device: torch.device) -> tuple[list[int], 
     return [int(out[1]), int(again[1])], [3, 9]
 
 
+def events(engine: TransferEngine, device: torch.device) -> tuple[list[int], list[int]]:
+    """As `data_dist`, where the second stream records an event (semi-sync)."""
+    reader = module(device).Stream()
+    out = torch.empty(BYTES, dtype=torch.uint8, device=device)
+    batch = engine.start([values(3)]).batch
+    with module(device).stream(reader):
+        reader.wait_stream(module(device).default_stream(device))
+        engine.wait(batch)
+        out.copy_(batch[0], non_blocking=True)
+        event = module(device).Event()
+        event.record()
+    engine.wait(batch, events=[event])
+    del batch
+    gc.collect()
+    again = torch.full((BYTES,), 9, dtype=torch.uint8, device=device)
+    return [int(out[1]), int(again[1])], [3, 9]
+
+
+def unfollowed(engine: TransferEngine, device: torch.device) -> tuple[list[int], list[int]]:
+    """A second stream reads the batch, and the main stream waits for the copy only (prefetch)."""
+    reader = module(device).Stream()
+    out = torch.empty(BYTES, dtype=torch.uint8, device=device)
+    batch = engine.start([values(3)]).batch
+    with module(device).stream(reader):
+        reader.wait_stream(module(device).default_stream(device))
+        engine.wait(batch)
+        out.copy_(batch[0], non_blocking=True)
+    engine.wait(batch)
+    del batch
+    engine.reset()
+    again = torch.full((BYTES,), 9, dtype=torch.uint8, device=device)
+    return [int(out[1]), int(again[1])], [3, 9]
+
+
 def dropped_early(engine: TransferEngine, device: torch.device) -> tuple[list[int], list[int]]:
     """A batch is let go (reset) before anybody waited for its copy."""
     batch = engine.start([values(3)]).batch
@@ -138,6 +172,8 @@ SCENES: dict[str, Callable[[TransferEngine, torch.device], tuple[list[int], list
     "copy_after_allocation": memory_in_use,
     "reader_after_copy": base_loop,
     "reader_after_reader": data_dist,
+    "reader_after_event": events,
+    "owner_after_read": unfollowed,
     "owner_after_copy": dropped_early,
     "free_after_reader": freed_early,
     "host_after_copy": host_reuse,

@@ -25,6 +25,14 @@ class Ordering:
         """The owner stream goes on, and so may reuse the memory, only after the other streams that read it."""
         reader.wait_stream(earlier)
 
+    def reader_after_event(self, reader: Any, event: Any) -> None:
+        """As `reader_after_reader`, up to an event that the earlier stream has recorded."""
+        reader.wait_event(event)
+
+    def owner_after_read(self, owner: Any, read: Any) -> None:
+        """The owner stream did not wait for other readers: it does before it may reuse the memory."""
+        owner.wait_event(read)
+
     def owner_after_copy(self, owner: Any, copied: Any) -> None:
         """A batch that nobody waited for is dropped: its memory may be reused only when the copy is done with it."""
         owner.wait_event(copied)

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -60,13 +62,21 @@ class Transfer:
     _isolated: list[Tensor] = field(default_factory=list)
     _owned: list[Tensor] = field(default_factory=list)
     _readers: list[Any] = field(default_factory=list)
+    _read: list[Any] = field(default_factory=list)
+    """Events: a stream that is no longer in `_readers` has read the batch."""
 
     def wait(self) -> Any:
         """Order the current stream after the copy, and return the batch.
 
         The host does not wait. Memory is safe on the current stream however long its work takes.
         """
-        self._engine.wait_transfer(self, None)
+        self._engine.wait_transfer(self)
+        return self.batch
+
+    def wait_on_host(self) -> Any:
+        """As `wait`, and the host waits until the copy has run: the host's batch may be changed after it."""
+        self.wait()
+        self._engine.finish(self)
         return self.batch
 
 
@@ -101,6 +111,10 @@ class TransferEngine:
         self._pending: dict[int, Transfer] = {}
         self._structures: dict[int, Structure] = {}
         self._reading: list[tuple[Any, list[Any]]] = []
+        self._passed: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        """By `id`, batches that their owner stream waited for, with that stream."""
+        # Pipelines copy in one thread and wait in another.
+        self._lock = threading.RLock()
 
     def _on_device(self, module: Any) -> Any:
         return module.device(self.device) if hasattr(module, "device") else contextlib.nullcontext()
@@ -185,34 +199,45 @@ class TransferEngine:
         self.stats.copies += 1
         self.stats.bytes += nbytes
 
-    def wait(self, batch: Any, upstream: Any = None) -> bool:
+    def wait(self, batch: Any, upstream: Any = None, events: Sequence[Any] = ()) -> bool:
         """Order the current stream after the copy of `batch`.
 
         Args:
             batch: what `start(...).batch` was.
             upstream: another stream that read the batch, which the current one follows.
+            events: what all streams that read the batch before have recorded since; the current one follows them.
 
         Returns:
-            Whether the engine knows the batch. It forgets it once the owner stream has waited for it.
+            Whether the engine knows the batch and could do so. Once the owner stream has waited, no other stream can.
         """
         transfer = self._pending.get(id(batch))
-        if transfer is None:
+        if transfer is not None:
+            self.wait_transfer(transfer, upstream, events)
+            return True
+        passed, owner = self._passed.get(id(batch), (None, None))
+        if passed is None or passed() is not batch or owner != self.current_stream():
             return False
-        self.wait_transfer(transfer, upstream)
+        if upstream is not None and upstream not in (self.side, owner):
+            self._order.reader_after_reader(owner, upstream)
+        for event in events:
+            self._order.reader_after_event(owner, event)
         return True
 
-    def wait_transfer(self, transfer: Transfer, upstream: Any) -> None:
+    def wait_transfer(self, transfer: Transfer, upstream: Any = None, events: Sequence[Any] = ()) -> None:
         """As `wait`, for a transfer at hand."""
         if not self.has_streams:
             self._forget(transfer)
             return
         reader = self.current_stream()
         self._order.reader_after_copy(reader, transfer._copied)
-        if upstream is not None and upstream != self.side:
+        if upstream is not None and upstream not in (self.side, reader):
             self._order.reader_after_reader(reader, upstream)
             if upstream in transfer._readers:
                 # What that stream read is now before the reader; the reader stands for both.
                 transfer._readers.remove(upstream)
+        for event in events:
+            self._order.reader_after_event(reader, event)
+            transfer._readers.clear()
         for tensor in transfer._foreign:
             tensor.record_stream(reader)
         if reader != transfer._owner:
@@ -221,8 +246,23 @@ class TransferEngine:
             if reader not in transfer._readers:
                 transfer._readers.append(reader)
             self._pending[id(transfer.batch)] = transfer
-        elif not transfer._readers:
-            self._forget(transfer)
+        elif not transfer._readers and not transfer._read:
+            self._pass(transfer)
+        else:
+            # The owner stream goes on beside those that read the batch, and follows them when the batch is dropped: up
+            # to here, not up to what they will have been given by then.
+            transfer._read += [self._recorded(earlier) for earlier in transfer._readers]
+            transfer._readers.clear()
+
+    def finish(self, transfer: Transfer) -> None:
+        """Let the host wait until a transfer's copies have run."""
+        if self.has_streams:
+            self._order.host_after_copy(transfer._copied)
+
+    def _recorded(self, stream: Any) -> Any:
+        event = self._module.Event()
+        event.record(stream)
+        return event
 
     def reset(self) -> None:
         """Let go of every batch, each after its copy and its readers. The host does not wait."""
@@ -233,20 +273,32 @@ class TransferEngine:
     def close(self) -> None:
         """As `reset`, and wait until the copies have run, so that no host memory is kept."""
         self.reset()
-        for copied, _ in self._reading:
-            self._order.host_after_copy(copied)
-        self._reading.clear()
+        with self._lock:
+            for copied, _ in self._reading:
+                self._order.host_after_copy(copied)
+            self._reading.clear()
 
     def _forget(self, transfer: Transfer) -> None:
-        if self._pending.get(id(transfer.batch)) is transfer:
-            del self._pending[id(transfer.batch)]
+        with self._lock:
+            if self._pending.get(id(transfer.batch)) is transfer:
+                del self._pending[id(transfer.batch)]
+
+    def _pass(self, transfer: Transfer) -> None:
+        """Forget a transfer that its owner stream waited for; know the batch again while it lives."""
+        key = id(transfer.batch)
+        with contextlib.suppress(TypeError):  # nothing refers weakly to a dict or a tuple
+            self._passed[key] = (weakref.ref(transfer.batch, lambda _: self._passed.pop(key, None)), transfer._owner)
+        self._forget(transfer)
 
     def _settle(self, transfer: Transfer) -> None:
-        if self.has_streams:
-            self._order.owner_after_copy(transfer._owner, transfer._copied)
-            for reader in transfer._readers:
-                self._order.reader_after_reader(transfer._owner, reader)
-        self._forget(transfer)
+        with self._lock:
+            if self.has_streams:
+                self._order.owner_after_copy(transfer._owner, transfer._copied)
+                for event in transfer._read:
+                    self._order.owner_after_read(transfer._owner, event)
+                for reader in transfer._readers:
+                    self._order.reader_after_reader(transfer._owner, reader)
+            self._forget(transfer)
 
     def _settle_dropped(self) -> None:
         """Settle the batches that the pipeline dropped before its owner stream waited (an exception, an early end)."""
@@ -257,8 +309,9 @@ class TransferEngine:
         self._release_sources()
 
     def _release_sources(self) -> None:
-        while self._reading and self._reading[0][0].query():
-            self._reading.pop(0)
+        with self._lock:
+            while self._reading and self._reading[0][0].query():
+                self._reading.pop(0)
 
     @contextlib.contextmanager
     def _current(self, stream: Any) -> Iterator[None]:
