@@ -33,11 +33,11 @@ def test_the_defaults_are_on() -> None:
     [
         ({"enabled": "yes"}, r"prealloc\.enabled: 'yes' is not a bool"),
         ({"enabled": 1}, r"prealloc\.enabled: 1 is not a bool"),
-        ({"direct_bytes": "1MB"}, r"prealloc\.direct_bytes: '1MB' is not a positive int"),
-        ({"direct_bytes": 0}, r"prealloc\.direct_bytes: 0 is not a positive int"),
-        ({"direct_bytes": True}, r"prealloc\.direct_bytes: True is not a positive int"),
+        ({"direct_bytes": "1MB"}, r"prealloc\.direct_bytes: '1MB' is not an int of at least 1"),
+        ({"direct_bytes": 0}, r"prealloc\.direct_bytes: 0 is not an int of at least 1"),
+        ({"direct_bytes": True}, r"prealloc\.direct_bytes: True is not an int of at least 1"),
         ({"direct_byte": 5}, r"prealloc\.direct_byte: unknown option; did you mean direct_bytes\?"),
-        ({"zzz": 5}, r"prealloc\.zzz: unknown option; there are: direct_bytes, enabled"),
+        ({"zzz": 5}, r"prealloc\.zzz: unknown option; there are: chunk_bytes, direct_bytes, enabled"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_key(options: dict[str, Any], message: str) -> None:

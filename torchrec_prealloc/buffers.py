@@ -7,12 +7,29 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchrec_prealloc.layout import Form, Leaf, Segment, Unit
+from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, Segment, Unit
 
 
-def allocate(nbytes: int, device: torch.device) -> Tensor:
-    """`nbytes` of uninitialised memory (uint8, 1-D) from the pool of the stream that is current on `device`."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+def rounded(nbytes: int, divisions: int) -> int:
+    """`nbytes` rounded up to a multiple of 1/`divisions` of the power of two below it; 0 divisions: as it is.
+
+    Batches of wobbling size then ask for few different sizes, and find what earlier ones gave back. What is added is
+    less than 1/`divisions`, or `ALIGNMENT` bytes.
+    """
+    if not divisions or nbytes <= ALIGNMENT:
+        return nbytes
+    step = max((1 << (nbytes.bit_length() - 1)) // divisions, ALIGNMENT)
+    step -= step % ALIGNMENT
+    return -(-nbytes // step) * step
+
+
+def allocate(nbytes: int, device: torch.device, divisions: int = 0) -> Tensor:
+    """At least `nbytes` of uninitialised memory (uint8, 1-D), from the pool of the stream that is current on `device`.
+
+    Raises:
+        torch.OutOfMemoryError: there is none.
+    """
+    return torch.empty(rounded(nbytes, divisions), dtype=torch.uint8, device=device)
 
 
 class Views:

@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """An option is unknown, of the wrong type or out of range. The message names the key and what would be right."""
 
 
+def _option(default: Any, metavar: str, text: str, at_least: int = 0) -> Any:
+    return dataclasses.field(default=default, metadata={"metavar": metavar, "help": text, "at_least": at_least})
+
+
 @dataclass(frozen=True)
 class PreallocConfig:
     """How batches travel. The defaults suit most jobs.
@@ -30,15 +34,23 @@ class PreallocConfig:
 
     enabled: bool = True
     """False: TorchRec's own copy and waits, as if the pipeline were TorchRec's."""
-    direct_bytes: int = 1 << 20
+    direct_bytes: int = _option(1 << 20, "BYTES", "tensors of at least this size travel by themselves", at_least=1)
     """Tensors of at least this many bytes travel from their own pinned memory into an allocation of their own;
     smaller ones are gathered into one arena."""
+    size_rounding: int = _option(8, "N", "round allocations up to 1/N of a power of two; 0: not at all")
+    """Device allocations are rounded up to a multiple of 1/N of the power of two below them (waste at most 1/N): so
+    batches of wobbling size fit the memory that earlier ones gave back. 0: not rounded."""
+    chunk_bytes: int = _option(0, "BYTES", "cut larger copies into pieces of this size; 0: not at all")
+    """Copies of more bytes are cut into pieces of this size, with a tiny kernel between them, so that a small copy of
+    the main stream does not wait behind a gigabyte. 0: never."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"prealloc.enabled: {self.enabled!r} is not a bool; write true or false")
-        if not isinstance(self.direct_bytes, int) or isinstance(self.direct_bytes, bool) or self.direct_bytes < 1:
-            raise ConfigError(f"prealloc.direct_bytes: {self.direct_bytes!r} is not a positive int; give bytes")
+        for field in _numbers():
+            value, least = getattr(self, field.name), field.metadata["at_least"]
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"prealloc.{field.name}: {value!r} is not an int of at least {least}")
 
     @classmethod
     def of(cls, value: PreallocConfig | Mapping[str, Any] | None) -> PreallocConfig:
@@ -83,12 +95,17 @@ def add_prealloc_flags(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="copy batches in place into memory of the main stream",
     )
-    group.add_argument(
-        "--prealloc-direct-bytes",
-        type=int,
-        metavar="BYTES",
-        help=f"tensors of at least this size travel by themselves (default {PreallocConfig.direct_bytes})",
-    )
+    for field in _numbers():
+        group.add_argument(
+            f"--prealloc-{field.name.replace('_', '-')}",
+            type=int,
+            metavar=field.metadata["metavar"],
+            help=f"{field.metadata['help']} (default {field.default})",
+        )
+
+
+def _numbers() -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(PreallocConfig) if field.metadata]
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class Leaf(NamedTuple):
     """Bytes from the tensor's first to its last element."""
     form: Form
     """Tensors of equal form can be viewed in bulk."""
+    alone: bool = False
+    """Whether it gets a segment of its own however small it is."""
 
 
 @dataclass(slots=True)
@@ -77,7 +79,7 @@ def plan(leaves: Sequence[Leaf], direct_bytes: int, taken: int = 0) -> list[Segm
 
     Args:
         leaves: one entry for each distinct tensor.
-        direct_bytes: smallest unit, in bytes, that gets a segment of its own.
+        direct_bytes: smallest unit, in bytes, that gets a segment of its own; so do those of leaves that are `alone`.
         taken: bytes at the start of the arena that are somebody else's; a multiple of `ALIGNMENT`.
 
     Returns:
@@ -86,7 +88,7 @@ def plan(leaves: Sequence[Leaf], direct_bytes: int, taken: int = 0) -> list[Segm
     segments: list[Segment] = []
     small: list[Unit] = []
     for unit in _units(leaves):
-        if unit.nbytes >= direct_bytes:
+        if unit.nbytes >= direct_bytes or leaves[unit.members[0]].alone:
             segments.append(_place([unit], direct=True))
         else:
             small.append(unit)

@@ -53,7 +53,7 @@ def arrival_strides(shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, .
     return torch.ops.aten._to_copy.default(like).stride()  # type: ignore[no-any-return]
 
 
-def leaf(tensor: Tensor, index: int) -> Leaf:
+def leaf(tensor: Tensor, index: int, alone: bool = False) -> Leaf:
     """What the layout needs to know of the plain tensor that is number `index` of its batch.
 
     Raises:
@@ -66,12 +66,12 @@ def leaf(tensor: Tensor, index: int) -> Leaf:
     if not is_dense(tensor):
         check_storage(tensor)
         form = (tensor.dtype, shape, arrival_strides(shape, strides))
-        return Leaf(-1 - index, start, numel * size, form)
+        return Leaf(-1 - index, start, numel * size, form, alone)
     if storage.nbytes() < (tensor.storage_offset() + numel) * size:
         check_storage(tensor)
     # A tensor without elements has no place in a storage; one at an odd address could not be viewed in an extent.
-    alone = numel == 0 or start % size != 0
-    return Leaf(-1 - index if alone else storage._cdata, start, numel * size, form)
+    apart = alone or numel == 0 or start % size != 0
+    return Leaf(-1 - index if apart else storage._cdata, start, numel * size, form, alone)
 
 
 def check_storage(tensor: Tensor) -> None:

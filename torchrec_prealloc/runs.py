@@ -10,7 +10,7 @@ what is remembered is looked at tensor by tensor, and remembered instead.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -111,6 +111,8 @@ class Structure(NamedTuple):
 
     runs: tuple[Run, ...]
     singles: tuple[int, ...]
+    alone: Collection[int] = frozenset()
+    """Those of the singles that get memory of their own."""
 
     def fits(self, tensors: Sequence[Tensor], max_bytes: int) -> bool:
         """Whether a batch of as many tensors has these runs, as far as `Run.storages` tells, and no tensor shares a
@@ -141,21 +143,24 @@ class Structure(NamedTuple):
         return regions
 
 
-def structure_of(leaves: Sequence[Leaf | None], tensors: Sequence[Tensor], max_bytes: int) -> Structure:
+def structure_of(
+    leaves: Sequence[Leaf | None], tensors: Sequence[Tensor], max_bytes: int, alone: Collection[int] = frozenset()
+) -> Structure:
     """Find the runs among the tensors of a batch.
 
     Args:
         leaves: for each tensor what is known of it; None where it is more than plain host memory.
         tensors: all tensors of the batch.
         max_bytes: tensors of at least this many bytes are in no run.
+        alone: positions of tensors that get memory of their own, and so are in no run either.
     """
     in_storage = Counter(found.storage for found in leaves if found is not None)
     by_form: dict[tuple[torch.dtype, torch.Size], list[int]] = {}
     for index, found in enumerate(leaves):
-        if found is not None and found.storage >= 0 and in_storage[found.storage] == 1:
+        if found is not None and found.storage >= 0 and in_storage[found.storage] == 1 and index not in alone:
             by_form.setdefault(found.form[:2], []).append(index)
     candidates = [Run.of(dtype, members) for (dtype, _), members in by_form.items() if len(members) >= MIN_MEMBERS]
     runs = tuple(run for run in candidates if run.storages(tensors, max_bytes) is not None)
     taken = {index for run in runs for index in run.members}
-    structure = Structure(runs, tuple(index for index in range(len(tensors)) if index not in taken))
-    return structure if structure.fits(tensors, max_bytes) else Structure((), tuple(range(len(tensors))))
+    structure = Structure(runs, tuple(index for index in range(len(tensors)) if index not in taken), alone)
+    return structure if structure.fits(tensors, max_bytes) else Structure((), tuple(range(len(tensors))), alone)

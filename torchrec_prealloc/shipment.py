@@ -17,6 +17,7 @@ from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, Kind
 from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unbind, unit_views
 from torchrec_prealloc.capture import Capture, RealCopies, runs_in
+from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.held import HeldTensors
 from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, Segment, aligned, plan
 from torchrec_prealloc.own_to import Learned, contents
@@ -83,7 +84,7 @@ class Shipment:
     Args:
         device: the target.
         streams: whether the device has streams, and so can copy from pinned memory while the host goes on.
-        direct_bytes: smallest tensor that travels by itself.
+        config: options.
         isolate: whether each KeyedJaggedTensor gets memory of its own.
         memory: what is remembered of earlier batches.
         flush: `flush(shipment, reuse_sources)`: send what is loaded, order the current stream after it, and with
@@ -94,7 +95,7 @@ class Shipment:
         self,
         device: torch.device,
         streams: bool,
-        direct_bytes: int,
+        config: PreallocConfig,
         isolate: bool,
         memory: Memory,
         flush: Callable[[Shipment, bool], None],
@@ -112,7 +113,8 @@ class Shipment:
         self.allocations = 0
         self._device = device
         self._streams = streams
-        self._direct_bytes = direct_bytes
+        self._direct_bytes = config.direct_bytes
+        self._divisions = config.size_rounding
         self._isolate = isolate
         self._memory = memory
         self._flush = flush
@@ -234,7 +236,7 @@ class Shipment:
         return not self._streams or (is_dense(source) and source.is_pinned())
 
     def _allocate(self, nbytes: int, isolated: bool) -> Tensor:
-        base = allocate(nbytes, self._device)
+        base = allocate(nbytes, self._device, self._divisions)
         self.allocations += 1
         self.owned.append(base)
         if isolated:

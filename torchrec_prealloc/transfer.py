@@ -27,8 +27,7 @@ from torch import Tensor
 from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.ordering import Ordering
-from torchrec_prealloc.runs import Structure
-from torchrec_prealloc.shipment import Shipment
+from torchrec_prealloc.shipment import Memory, Shipment
 
 
 @dataclass
@@ -109,7 +108,7 @@ class TransferEngine:
         self._module = module
         self._order = ordering()
         self._pending: dict[int, Transfer] = {}
-        self._structures: dict[int, Structure] = {}
+        self._memory = Memory()
         self._reading: list[tuple[Any, list[Any]]] = []
         self._passed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """By `id`, batches that their owner stream waited for, with that stream."""
@@ -151,7 +150,7 @@ class TransferEngine:
                 if reuse_sources:
                     self._order.host_after_copy(transfer._copied)
 
-        shipment = Shipment(self.device, self.has_streams, self.config.direct_bytes, isolate, self._structures, flush)
+        shipment = Shipment(self.device, self.has_streams, self.config, isolate, self._memory, flush)
         with self._current(owner):
             try:
                 transfer.batch = shipment.load(batch)
