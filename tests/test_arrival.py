@@ -250,9 +250,43 @@ def test_what_is_known_of_earlier_batches_does_not_mislead(name: str, device: to
     engine = engine_for(device)
     odd = TENSORS[name]()
     form = odd.detach() if isinstance(odd, Tensor) and odd.layout is torch.strided and not odd.is_nested else numbers(3)
-    plain = [torch.zeros(form.shape, dtype=torch.float32 if form.is_quantized else form.dtype) for _ in range(8)]
-    for host in (plain, [*plain[:4], *(TENSORS[name]() for _ in range(4))], [TENSORS[name]() for _ in range(8)], plain):
+    plain = [torch.zeros(form.shape, dtype=torch.float32 if form.is_quantized else form.dtype) for _ in range(20)]
+    for host in (
+        plain,
+        [*plain[:4], *(TENSORS[name]() for _ in range(16))],
+        [TENSORS[name]() for _ in range(20)],
+        plain,
+    ):
         assert_same(send(list(host), device, engine=engine), reference(list(host), device))
+
+
+def test_what_is_shared_or_freed_is_noticed_after_batches_in_which_nothing_was(device: torch.device) -> None:
+    engine = engine_for(device)
+
+    def plain() -> list[Tensor]:
+        return [numbers(6) + index for index in range(20)]
+
+    send(plain(), device, engine=engine)
+    one = numbers(6)
+    twice = [*plain()[:18], one, one]
+    arrived = send(twice, device, engine=engine)
+    assert arrived[18] is arrived[19]
+    send(plain(), device, engine=engine)
+    aliases = send([*plain()[:18], one, one.view(6)], device, engine=engine)
+    assert aliases[18].untyped_storage()._cdata == aliases[19].untyped_storage()._cdata
+    send(plain(), device, engine=engine)
+    whole = numbers(120)
+    parts = send([whole[start : start + 6] for start in range(0, 120, 6)], device, engine=engine)
+    assert len({part.untyped_storage()._cdata for part in parts}) == 1
+    assert_same(parts, [whole[start : start + 6].to(device) for start in range(0, 120, 6)])
+    assert parts[1].storage_offset() - parts[0].storage_offset() == 6
+    send(plain(), device, engine=engine)
+    for left in (0, 8):
+        freed = plain()
+        freed[5].untyped_storage().resize_(left)
+        with pytest.raises(BatchError, match="its memory was freed"):
+            engine.start(freed)
+    assert_same(send(plain(), device, engine=engine), [tensor.to(device) for tensor in plain()])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

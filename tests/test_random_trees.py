@@ -93,7 +93,7 @@ leaves = st.one_of(
     st.tuples(st.just("tensordict"), st.sampled_from(sorted(set(TENSORDICTS) - {"memory-mapped"}))),
     st.tuples(st.just("passed"), st.sampled_from(range(len(PASSED)))),
     st.tuples(st.just("again"), st.integers(0, 50)),
-    st.tuples(st.just("many"), st.integers(4, 12), st.integers(0, 3), st.sampled_from(VARIANTS), st.integers(0, 3)),
+    st.tuples(st.just("many"), st.integers(4, 24), st.integers(0, 3), st.sampled_from(VARIANTS), st.integers(0, 3)),
     st.tuples(st.just("view"), st.integers(0, 90), st.integers(0, 10)),
     st.tuples(st.just("flagged"), st.sampled_from(Mode), st.integers(0, 20)),
     st.tuples(st.just("halves"), st.sampled_from(Mode), st.integers(0, 2)),
