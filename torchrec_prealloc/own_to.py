@@ -17,7 +17,7 @@ values is no flag (a batch size, an id), and its value is no longer looked at. C
 Every `RECHECK`-th walked batch of a class goes through `to` again; if that gives something else, the class is no longer
 walked, and a warning says so.
 
-A class whose `to` cannot run under capture at all is left to run plainly (`OwnTo.opaque`).
+A class whose `to` cannot run under capture at all is left to run plainly (`Learned.opaque`).
 """
 
 from __future__ import annotations
