@@ -4,22 +4,29 @@ TorchRec's pipelines move a batch by calling `_to_device`, and wait for it by ca
 `_wait_for_events`. `prealloc_pipeline(cls)` makes a subclass of a pipeline class that runs the class' own methods with
 those names bound to the engine. Nothing of TorchRec is patched: the methods that use the names are overridden by the
 same code over other globals, everything else is inherited, and so every switch of TorchRec's keeps its meaning.
+
+Some copies are made in threads: the eval pipelines', and those of the pipelines with an executor. The thread's and the
+executor's classes are replaced in the same way, by ones that know for which pipeline, and which stream, they copy.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import torch
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import DataLoadingThread, TrainPipeline
 from torchrec.distributed.train_pipeline import utils as torchrec_utils
+from torchrec.streamable import Multistreamable
 
+from torchrec_prealloc import versions
+from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.rebinding import Rebinding
 from torchrec_prealloc.transfer import TransferEngine, TransferStats
 
 P = TypeVar("P")
@@ -27,45 +34,6 @@ P = TypeVar("P")
 
 class PipelineError(TypeError):
     """A class is no pipeline whose copy can be replaced. The message names it and says why."""
-
-
-# What TorchRec's pipelines call ----------------------------------------------------------------------------------
-
-
-def _to_device(batch: Any, device: torch.device, non_blocking: bool = True, data_copy_stream: Any = None) -> Any:
-    pipeline = _active.stack[-1].pipeline
-    if not pipeline.prealloc.enabled:
-        return torchrec_utils._to_device(batch, device, non_blocking, **_given(data_copy_stream=data_copy_stream))
-    return pipeline._engine.start(batch, _active.stack[-1].owner, pipeline._frees_early).batch
-
-
-def _wait_for_batch(batch: Any, stream: Any, *args: Any, **kwargs: Any) -> None:
-    pipeline = _active.stack[-1].pipeline
-    if not pipeline._engine.wait(batch, stream):
-        # Not one of ours, or the owner stream is already ordered after it: as TorchRec does it.
-        torchrec_utils._wait_for_batch(batch, stream, *args, **kwargs)
-
-
-def _wait_for_events(batch: Any, context: Any, stream: Any) -> None:
-    pipeline = _active.stack[-1].pipeline
-    if not pipeline._engine.wait(batch, None):
-        torchrec_utils._wait_for_events(batch, context, stream)
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    """Options that are not None: older TorchRecs do not have the later ones."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
-_REPLACED: dict[Any, Any] = {
-    getattr(torchrec_utils, name): ours
-    for name, ours in (
-        ("_to_device", _to_device),
-        ("_wait_for_batch", _wait_for_batch),
-        ("_wait_for_events", _wait_for_events),
-    )
-    if hasattr(torchrec_utils, name)
-}
 
 
 # Which pipeline, and which stream, a call is made for ------------------------------------------------------------
@@ -78,10 +46,9 @@ class _Call:
     owner: Any
 
     def __init__(self, pipeline: PreallocPipeline) -> None:
-        stack = _active.stack
-        same = next((call for call in reversed(stack) if call.pipeline is pipeline), None)
+        same = next((call for call in reversed(_active.stack) if call.pipeline is pipeline), None)
         self.pipeline = pipeline
-        self.owner = same.owner if same is not None else pipeline._engine.current_stream()
+        self.owner = same.owner if same is not None else pipeline._owner_stream()
 
     def __enter__(self) -> None:
         _active.stack.append(self)
@@ -98,54 +65,148 @@ class _Active(threading.local):
 _active = _Active()
 
 
-# The same method over other globals ------------------------------------------------------------------------------
+def _call() -> _Call | None:
+    """The innermost call of this thread, if its pipeline copies in our way."""
+    call = _active.stack[-1] if _active.stack else None
+    return call if call is not None and call.pipeline.prealloc.enabled else None
 
 
-class _Globals(dict[str, Any]):
-    """A module's globals, seen live, with some names replaced."""
-
-    def __init__(self, replaced: Mapping[str, Any], module: dict[str, Any]) -> None:
-        super().__init__(replaced, __builtins__=module["__builtins__"])
-        self._module = module
-
-    def __missing__(self, name: str) -> Any:
-        return self._module[name]
+# What TorchRec's pipelines call ----------------------------------------------------------------------------------
 
 
-def _rebound(function: Any) -> Any:
-    """`function` with TorchRec's copy and waits replaced; None if it (or what it decorates) uses none of them."""
-    if not isinstance(function, types.FunctionType):
-        return None
-    module = function.__globals__
-    replaced = {}
-    for name in _names(function.__code__):
-        value = module.get(name)
-        if isinstance(value, types.FunctionType) and value in _REPLACED:
-            replaced[name] = _REPLACED[value]
-    # A decorated method is in its wrapper's closure.
-    cells = [_rebound_cell(cell) for cell in function.__closure__ or ()]
-    if not replaced and not any(cells):
-        return None
-    closure = tuple(new or old for new, old in zip(cells, function.__closure__ or (), strict=True))
-    scope = _Globals(replaced, module) if replaced else module
-    new = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
-    new.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(new, function)
+def _to_device(batch: Any, device: torch.device, non_blocking: bool = True, data_copy_stream: Any = None) -> Any:
+    call = _call()
+    if call is None:
+        return torchrec_utils._to_device(batch, device, non_blocking, **_given(data_copy_stream=data_copy_stream))
+    transfer = call.pipeline._engine.start(batch, call.owner, call.pipeline._frees_early)
+    # Nobody waits for what was asked for as a blocking copy.
+    return transfer.batch if non_blocking else transfer.wait_on_host()
 
 
-def _rebound_cell(cell: types.CellType) -> types.CellType | None:
-    try:
-        new = _rebound(cell.cell_contents)
-    except ValueError:  # an empty cell
-        return None
-    return types.CellType(new) if new is not None else None
+def _wait_for_batch(batch: Any, stream: Any, *args: Any, **kwargs: Any) -> None:
+    call = _call()
+    if call is not None and call.pipeline._engine.wait(batch, stream):
+        return
+    # Not one of ours, or another stream reads it after its owner: as TorchRec does it.
+    _record_stream(batch, lambda batch: torchrec_utils._wait_for_batch(batch, stream, *args, **kwargs))
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+def _wait_for_events(batch: Any, context: Any, stream: Any) -> None:
+    call = _call()
+    if call is not None and call.pipeline._engine.wait(batch, None, context.events):
+        context.events.clear()
+        return
+    _record_stream(batch, lambda batch: torchrec_utils._wait_for_events(batch, context, stream))
+
+
+def _get_h2d_func(batch: Any, device: torch.device) -> Any:
+    """A stage's runnable: the stream of the stage, which is current, goes on after the copy."""
+    call = _call()
+    if call is None:
+        return torchrec_utils.get_h2d_func(batch, device)
+    transfer = call.pipeline._engine.start(batch, call.owner)
+    call.pipeline._engine.follow(transfer)
+    return transfer.batch
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Options that are not None: older TorchRecs do not have the later ones."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+class _Leaves(Multistreamable):
+    """Stands for a batch that TorchRec's waits do not accept: one without `record_stream`."""
+
+    def __init__(self, batch: Any) -> None:
+        self.tensors = [tensor for tensor in tensors_in(batch) if tensor.device.type != "cpu"]
+
+    def record_stream(self, stream: Any) -> None:
+        for tensor in self.tensors:
+            tensor.record_stream(stream)
+
+
+def _record_stream(batch: Any, wait: Callable[[Any], None]) -> None:
+    wait(batch if isinstance(batch, (torch.Tensor, Multistreamable)) else _Leaves(batch))
+
+
+# Threads that copy -----------------------------------------------------------------------------------------------
+
+
+class _Executor(ThreadPoolExecutor):
+    """Runs what a pipeline submits as a part of the pipeline's call."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        call = _active.stack[-1] if _active.stack else None
+        return super().submit(_as_part_of, call, fn, args, kwargs)
+
+
+def _as_part_of(call: _Call | None, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if call is None:
+        return fn(*args, **kwargs)
+    with call:
+        return fn(*args, **kwargs)
+
+
+class _LoadingThread(DataLoadingThread):
+    """The eval pipelines' thread: it calls each batch's `to`, which here is the engine's, for the consumer's stream."""
+
+    def __init__(self, device: torch.device, dataloader_iter: Iterator[Any], *args: Any, **kwargs: Any) -> None:
+        call = _call()
+        self._prealloc_error: BaseException | None = None
+        self._prealloc_stopped = False
+        if call is not None:
+            dataloader_iter = _Travelling(dataloader_iter, call, self)
+        super().__init__(device, dataloader_iter, *args, **kwargs)
+
+    def run(self) -> None:
+        super().run()
+        if self._prealloc_stopped:
+            self._buffered = None
+
+    def stop(self) -> None:
+        self._prealloc_stopped = True
+        super().stop()
+
+    def get_next_batch(self, none_throws: bool = False) -> Any:
+        batch = super().get_next_batch(none_throws)
+        if batch is None and self._prealloc_error is not None:
+            error, self._prealloc_error = self._prealloc_error, None
+            raise error
+        return batch
+
+
+class _Travelling:
+    """A loader whose batches have the engine's copy for their `to`."""
+
+    def __init__(self, batches: Iterator[Any], call: _Call, thread: _LoadingThread) -> None:
+        self._batches, self._call, self._thread = batches, call, weakref.ref(thread)
+
+    def __iter__(self) -> _Travelling:
+        return self
+
+    def __next__(self) -> _Traveller:
+        return _Traveller(next(self._batches), self._call, self._thread())
+
+
+class _Traveller:
+    def __init__(self, batch: Any, call: _Call, thread: _LoadingThread | None) -> None:
+        self._batch, self._call, self._thread = batch, call, thread
+
+    def to(self, device: torch.device, non_blocking: bool) -> Any:
+        thread = self._thread
+        if thread is None or thread._prealloc_stopped:
+            return None
+        try:
+            with self._call:
+                return _to_device(self._batch, device, non_blocking)
+        except BaseException as error:
+            # In TorchRec's thread it would end the thread, and leave the consumer waiting.
+            thread._prealloc_error = error
+            thread._stop = True
+            return None
+
+
+# Our classes -----------------------------------------------------------------------------------------------------
 
 
 def _in_call(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,17 +218,18 @@ def _in_call(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@functools.cache
-def _overridden(cls: type) -> type:
-    """A subclass of `cls` with the methods rebound that `cls` itself and each of its bases define.
-
-    A base's methods are placed after `cls` and before the base, so that `super()` in `cls` finds them.
-    """
-    bases = tuple(new for base in cls.__bases__ if (new := _overridden(base)) is not base)
-    methods = {name: _in_call(new) for name, value in vars(cls).items() if (new := _rebound(value)) is not None}
-    if not methods and not bases:
-        return cls
-    return type(cls.__name__, (cls, *bases), {**methods, "__module__": __name__, "__doc__": cls.__doc__})
+_COPIES = {
+    getattr(torchrec_utils, name): ours
+    for name, ours in (
+        ("_to_device", _to_device),
+        ("_wait_for_batch", _wait_for_batch),
+        ("_wait_for_events", _wait_for_events),
+        ("get_h2d_func", _get_h2d_func),
+        ("DataLoadingThread", _LoadingThread),
+    )
+    if hasattr(torchrec_utils, name)
+}
+_rebinding = Rebinding({**_COPIES, ThreadPoolExecutor: _Executor}, frozenset(_COPIES), _in_call)
 
 
 class PreallocPipeline:
@@ -177,10 +239,20 @@ class PreallocPipeline:
         prealloc: options; a mapping of them, or None for the defaults. All other arguments are TorchRec's.
     """
 
+    default_config = PreallocConfig()
+    """What a pipeline has whose `prealloc` is None."""
+    engine_type = TransferEngine
+    prealloc: PreallocConfig = default_config
+    _lazy_engine: TransferEngine | None = None
+
     def __init__(self, *args: Any, prealloc: PreallocConfig | Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        self.prealloc = PreallocConfig.of(prealloc)
-        self._lazy_engine: TransferEngine | None = None
+        self.prealloc = PreallocPipeline.default_config if prealloc is None else PreallocConfig.of(prealloc)
         super().__init__(*args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # A trainer's subclass of one of ours may call TorchRec's functions itself.
+        _rebinding.in_place(cls)
 
     @property
     def transfer_stats(self) -> TransferStats:
@@ -190,26 +262,38 @@ class PreallocPipeline:
     @property
     def _engine(self) -> TransferEngine:
         if self._lazy_engine is None:
-            pipeline: Any = self
-            self._lazy_engine = engine = TransferEngine(
-                pipeline._device, getattr(self, "_memcpy_stream", None), self.prealloc
-            )
+            device, side = self._place()
+            self._lazy_engine = engine = PreallocPipeline.engine_type(device, side, self.prealloc)
             # A pipeline that is dropped in the middle: its batches go after their copies and readers.
             weakref.finalize(self, engine.reset).atexit = False
         return self._lazy_engine
 
+    def _place(self) -> tuple[torch.device, Any]:
+        """The device, and the stream to copy on where TorchRec has made one."""
+        pipeline: Any = self
+        return pipeline._device, getattr(self, "_memcpy_stream", None)
+
+    def _owner_stream(self) -> Any:
+        """The stream that is to own the batches' memory: the one which is current when a call comes from outside."""
+        return self._engine.current_stream()
+
     @property
     def _frees_early(self) -> bool:
-        return bool(getattr(self, "_free_features_storage_early", False))
+        """Whether TorchRec frees what is in a `KeyedJaggedTensor` before the batch is done with."""
+        switches = ("_free_features_storage_early", "_clear_data_dist_inputs")
+        return any(getattr(self, switch, False) for switch in switches)
 
-    def progress(self, dataloader_iter: Any) -> Any:
+    def progress(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
         with _Call(self):
-            return super().progress(dataloader_iter)  # type: ignore[misc]
+            return super().progress(dataloader_iter, *args, **kwargs)  # type: ignore[misc]
 
     def reset(self) -> None:
-        """TorchRec's reset; the batches in flight go after their copies and readers."""
-        super().reset()  # type: ignore[misc]
-        self._engine.reset()
+        """TorchRec's reset (1.2's base pipeline has none); batches in flight go after their copies and readers."""
+        theirs = getattr(super(), "reset", None)
+        if theirs is not None:
+            theirs()
+        if self._lazy_engine is not None:
+            self._lazy_engine.reset()
 
 
 def prealloc_pipeline(cls: type[P]) -> type[P]:
@@ -219,10 +303,17 @@ def prealloc_pipeline(cls: type[P]) -> type[P]:
     Device memory comes from the stream that is current when a method of the pipeline is called from outside
     (`progress`, mostly); the pipeline's copy stream fills it in place; each consuming stream waits for that copy.
 
+    A `functools.partial` of a class gives a partial of its subclass.
+
     Raises:
-        PipelineError: no method of the class copies or waits by TorchRec's functions, so there is nothing to replace.
+        PipelineError: the class is no pipeline, or no method of it copies or waits by TorchRec's functions, so that
+            there is nothing to replace.
     """
-    return cast("type[P]", _subclass(cls))  # type: ignore[arg-type]  # mypy takes no class for hashable
+    given: Any = cls
+    if isinstance(given, functools.partial):
+        made: Any = functools.partial(_subclass(given.func), *given.args, **given.keywords)
+        return cast("type[P]", made)
+    return cast("type[P]", _subclass(given))
 
 
 @functools.cache
@@ -231,15 +322,26 @@ def _subclass(cls: Any) -> type:
         raise PipelineError(f"prealloc_pipeline: {cls!r} is no class; give a pipeline class")
     if issubclass(cls, PreallocPipeline):
         return cls
-    overridden = _overridden(cls)  # type: ignore[arg-type]
-    if overridden is cls:
+    overridden = _rebinding.subclass(cls)
+    own = _with_own_copies(cls)
+    if not issubclass(cls, TrainPipeline) or (overridden is cls and own is PreallocPipeline):
         raise PipelineError(
             f"prealloc_pipeline: no method of {cls.__name__} calls torchrec's _to_device or _wait_for_batch; give a "
             "subclass of a TorchRec train pipeline"
         )
     doc = f"TorchRec's `{cls.__name__}` with preallocated batches: see `prealloc_pipeline`.\n\n{cls.__doc__ or ''}"
-    return type("Prealloc" + cls.__name__, (PreallocPipeline, overridden), {"__doc__": doc, "__module__": __name__})
+    name = "Prealloc" + cls.__name__
+    return type(name, (own, overridden), {"__doc__": doc, "__module__": __name__, "__qualname__": name})
 
 
-PreallocTrainPipelineBase = prealloc_pipeline(TrainPipelineBase)
-PreallocTrainPipelineSparseDist = prealloc_pipeline(TrainPipelineSparseDist)
+def _with_own_copies(cls: type) -> type[PreallocPipeline]:
+    from torchrec_prealloc.own_copies import KINDS
+
+    return next((ours for theirs, ours in KINDS.items() if issubclass(cls, theirs)), PreallocPipeline)
+
+
+def __getattr__(name: str) -> Any:
+    """`Prealloc` + the name of a pipeline class of the installed TorchRec."""
+    if not name.startswith("Prealloc"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return prealloc_pipeline(versions.pipeline_class(name.removeprefix("Prealloc")))

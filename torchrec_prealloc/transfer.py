@@ -253,6 +253,11 @@ class TransferEngine:
             transfer._read += [self._recorded(earlier) for earlier in transfer._readers]
             transfer._readers.clear()
 
+    def follow(self, transfer: Transfer) -> None:
+        """Order the current stream after a transfer's copy, for streams that follow it: it does not read the batch."""
+        if self.has_streams:
+            self._order.reader_after_copy(self.current_stream(), transfer._copied)
+
     def finish(self, transfer: Transfer) -> None:
         """Let the host wait until a transfer's copies have run."""
         if self.has_streams:
