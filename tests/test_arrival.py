@@ -605,6 +605,27 @@ def test_what_to_computes_is_computed_from_moved_values(device: torch.device) ->
     check(lambda: {"c": Computes(numbers(5)), "t": numbers(2)}, device)
 
 
+@pytest.mark.parametrize("make", [TENSORS["Parameter"], TENSORS["conjugate view"], Computes])
+def test_what_the_owner_stream_does_itself_is_ordered_for_other_streams(
+    make: Callable[..., Any], simulated_accelerator: torch.device
+) -> None:
+    """Tensors that go their own way are copied, and results of a `to` computed, on the stream that owns them."""
+    module = torch.get_device_module(simulated_accelerator)
+    engine = engine_for(simulated_accelerator)
+    reader = module.Stream()
+    with race_free(simulated_accelerator):
+        for _ in range(3):
+            transfer = engine.start([Computes(numbers(5)) if make is Computes else make()])
+            with module.stream(reader):
+                arrived = transfer.wait()[0]
+                total = (arrived.x if make is Computes else arrived).sum()
+            del transfer, arrived
+            torch.zeros(500, device=simulated_accelerator)
+        engine.close()
+        module.synchronize()
+        assert bool(total != 0)
+
+
 # Memory ----------------------------------------------------------------------------------------------------------
 
 
