@@ -186,6 +186,37 @@ def sharded(
     return dmp, torch.optim.SGD(dense, lr=0.1)
 
 
+def data_parallel(device: torch.device) -> tuple[nn.Module, Any]:
+    """The model of seed 0, its embeddings sharded data-parallel over CPUs, the rest on `device`."""
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, data_parallel
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    torch.manual_seed(0)
+    model = Model()
+    model.hidden, model.out = model.hidden.to(device), model.out.to(device)
+    sharder: Any = EmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        model.ebc,
+        {f"t_{name}": data_parallel() for name in FEATURES},
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+        sharder=sharder,
+    )
+    dmp = DistributedModelParallel(
+        model,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan({"ebc": plan}),
+        sharders=[sharder],
+        init_data_parallel=False,
+        init_parameters=False,
+    )
+    return dmp, torch.optim.SGD(dmp.parameters(), lr=0.1)
+
+
 def pinned(batches: Iterable[Any]) -> list[Any]:
     return [batch.pin_memory() for batch in batches]
 

@@ -1,0 +1,105 @@
+"""Every pipeline class of TorchRec's against ours: the same losses bit for bit, in every mode, without a race."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kinds import CPU, KINDS, Kind
+
+import torchrec_prealloc
+from torchrec_prealloc import simulator, versions
+
+STEPS = 20
+MODES = ("train", "eval", "switched")
+SCHEDULES = [("lazy", 0), ("eager", 0), ("random", 1), ("random", 2), ("random", 3)]
+CASES = [
+    pytest.param(kind, mode, id=f"{name}-{mode}")
+    for name, kind in KINDS.items()
+    for mode in MODES
+    if kind.ranks == 1 and (kind.trains or mode == "eval")
+]
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_on_the_cpu_outputs_equal_torchrecs(kind: Kind, mode: str) -> None:
+    theirs = kind.theirs()
+    if kind.on_cpu:
+        pytest.skip(f"{kind.cls} on a CPU device: {kind.on_cpu}")
+    expected = kind.run(theirs, CPU, STEPS, mode)
+    assert kind.run(kind.ours(), CPU, STEPS, mode) == expected
+    assert len(expected) == len(set(expected)) == STEPS
+
+
+@pytest.mark.parametrize(("kind", "mode"), CASES)
+def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
+    kind: Kind, mode: str, simulated_accelerator: torch.device
+) -> None:
+    with simulator.checked(raise_on_report=False) as theirs:
+        expected = kind.run(kind.theirs(), simulated_accelerator, STEPS, mode)
+    assert len(expected) == len(set(expected)) == STEPS
+    known = {place(report) for report in theirs.reports if kind.lookup_races}
+    for schedule, seed in SCHEDULES:
+        with simulator.checked(schedule, seed, raise_on_report=False) as ours:  # type: ignore[arg-type]
+            seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode)
+        assert seen == expected, (schedule, seed)
+        assert {place(report) for report in ours.reports} <= known, (schedule, seed, ours.reports)
+
+
+def place(report: Any) -> tuple[str, str]:
+    """What kind of report it is, and the stream's work that it is about: the main stream's reading of embeddings."""
+    return report.kind, report.first.op
+
+
+def test_each_kind_copies_in_our_way(simulated_accelerator: torch.device) -> None:
+    for kind in (kind for kind in KINDS.values() if kind.ranks == 1):
+        if kind.cls in versions.available():
+            pipeline = kind.build(kind.ours(), simulated_accelerator)
+            with kind.names(simulated_accelerator):
+                pipeline.progress(iter(kind.batches(3, simulated_accelerator)))
+            assert pipeline.transfer_stats.batches >= 1, kind
+
+
+# The names -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(versions.PIPELINES))
+def test_each_class_has_ours_or_says_since_when_torchrec_has_it(name: str) -> None:
+    try:
+        theirs = versions.pipeline_class(name)
+    except AttributeError as absent:
+        with pytest.raises(AttributeError) as raised:
+            getattr(torchrec_prealloc, "Prealloc" + name)
+        assert str(raised.value) == str(absent)
+        assert f"it came with TorchRec {versions.PIPELINES[name][1]}" in str(absent)
+        assert not versions.at_least(versions.PIPELINES[name][1], versions.installed_version())
+        return
+    ours = getattr(torchrec_prealloc, "Prealloc" + name)
+    assert issubclass(ours, theirs)
+    assert (ours.__name__, ours.__module__) == ("Prealloc" + name, "torchrec_prealloc.pipelines")
+    assert versions.at_least(versions.PIPELINES[name][1], versions.installed_version())
+
+
+def test_no_pipeline_class_of_torchrec_is_missing_in_the_table() -> None:
+    import importlib
+    import pkgutil
+
+    package = importlib.import_module(versions.PACKAGE)
+    base = package.TrainPipeline
+    modules = [importlib.import_module(f"{versions.PACKAGE}.{module.name}") for module in pkgutil.iter_modules(package.__path__)]
+    found = {
+        name
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and value.__module__ == module.__name__
+    }
+    assert found == set(versions.available())
+
+
+def test_a_name_that_is_nobodys_is_refused() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'PreallocTrainPipelineSparseDst'"):
+        torchrec_prealloc.PreallocTrainPipelineSparseDst  # noqa: B018
+    with pytest.raises(AttributeError, match="knows no TorchRec pipeline Nothing"):
+        versions.pipeline_class("Nothing")
