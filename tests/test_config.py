@@ -36,8 +36,11 @@ def test_the_defaults_are_on() -> None:
         ({"direct_bytes": "1MB"}, r"prealloc\.direct_bytes: '1MB' is not an int of at least 1"),
         ({"direct_bytes": 0}, r"prealloc\.direct_bytes: 0 is not an int of at least 1"),
         ({"direct_bytes": True}, r"prealloc\.direct_bytes: True is not an int of at least 1"),
+        ({"buffers": "rings"}, r"prealloc\.buffers: 'rings' is unknown; write per_batch or ring"),
+        ({"ring_slots": 0}, r"prealloc\.ring_slots: 0 is not an int of at least 1"),
+        ({"size_rounding": -1}, r"prealloc\.size_rounding: -1 is not an int of at least 0"),
         ({"direct_byte": 5}, r"prealloc\.direct_byte: unknown option; did you mean direct_bytes\?"),
-        ({"zzz": 5}, r"prealloc\.zzz: unknown option; there are: chunk_bytes, direct_bytes, enabled"),
+        ({"zzz": 5}, r"prealloc\.zzz: unknown option; there are: buffers, chunk_bytes, direct_bytes, enabled"),
     ],
 )
 def test_a_wrong_option_is_refused_by_its_key(options: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from torchrec_prealloc import simulator
+from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.ordering import Ordering
 from torchrec_prealloc.transfer import TransferEngine
 
@@ -168,8 +169,20 @@ def registered_host(engine: TransferEngine, device: torch.device) -> tuple[list[
     return [seen], [5]
 
 
+def kept_memory(engine: TransferEngine, device: torch.device) -> tuple[list[int], list[int]]:
+    """Kept memory is written again while the main stream's work on the batch before is queued."""
+    ring = TransferEngine(device, config=PreallocConfig(buffers="ring"), ordering=type(engine._order))
+    out = [torch.empty(BYTES, dtype=torch.uint8, device=device) for _ in range(6)]
+    for step, result in enumerate(out):
+        batch = ring.start([values(step)]).wait()
+        result.copy_(batch[0], non_blocking=True)
+        del batch
+    return [int(result[4]) for result in out], list(range(6))
+
+
 SCENES: dict[str, Callable[[TransferEngine, torch.device], tuple[list[int], list[int]]]] = {
     "copy_after_allocation": memory_in_use,
+    "copy_after_last_use": kept_memory,
     "reader_after_copy": base_loop,
     "reader_after_reader": data_dist,
     "reader_after_event": events,

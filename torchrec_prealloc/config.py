@@ -40,6 +40,10 @@ class PreallocConfig:
     size_rounding: int = _option(8, "N", "round allocations up to 1/N of a power of two; 0: not at all")
     """Device allocations are rounded up to a multiple of 1/N of the power of two below them (waste at most 1/N): so
     batches of wobbling size fit the memory that earlier ones gave back. 0: not rounded."""
+    buffers: str = "per_batch"
+    """Where device memory comes from: `per_batch`, the pool of the owner stream at each batch; or `ring`, memory kept
+    for `ring_slots` batches at stable addresses, whose next copy may start while the owner stream is still busy."""
+    ring_slots: int = _option(4, "N", "batches that `ring` keeps memory for: the pipeline's depth + 1", at_least=1)
     chunk_bytes: int = _option(0, "BYTES", "cut larger copies into pieces of this size; 0: not at all")
     """Copies of more bytes are cut into pieces of this size, with a tiny kernel between them, so that a small copy of
     the main stream does not wait behind a gigabyte. 0: never."""
@@ -47,6 +51,8 @@ class PreallocConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):
             raise ConfigError(f"prealloc.enabled: {self.enabled!r} is not a bool; write true or false")
+        if self.buffers not in ("per_batch", "ring"):
+            raise ConfigError(f"prealloc.buffers: {self.buffers!r} is unknown; write per_batch or ring")
         for field in _numbers():
             value, least = getattr(self, field.name), field.metadata["at_least"]
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -94,6 +100,11 @@ def add_prealloc_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="copy batches in place into memory of the main stream",
+    )
+    group.add_argument(
+        "--prealloc-buffers",
+        choices=("per_batch", "ring"),
+        help=f"allocate device memory at each batch, or keep it (default {PreallocConfig.buffers})",
     )
     for field in _numbers():
         group.add_argument(

@@ -10,11 +10,8 @@ the arenas of about 2 × `PATIENCE` batches, however long training goes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 PATIENCE = 8
 """Batches after which a pipeline has long let go of one."""
@@ -29,8 +26,8 @@ class _Watched:
     number: int
     count: int
     probe: bool
-    storages: list[tuple[StorageWeakRef, int, int]] = field(default_factory=list)
-    """Each with its size in bytes, and the position of the tensor it was made for (-1: an arena)."""
+    memory: list[tuple[Callable[[], bool], int, int]] = field(default_factory=list)
+    """Whether it is released by now, its size in bytes, and the position of its tensor (-1: it is an arena)."""
 
 
 class HeldTensors:
@@ -54,18 +51,21 @@ class HeldTensors:
         self._watched.append(_Watched(self._number, count, probe))
         return range(count) if probe else self._alone.get(count, frozenset())
 
-    def watch(self, base: Tensor, position: int = -1) -> None:
-        """The batch that came last has the memory `base`, for all or for its tensor number `position`."""
-        storage = base.untyped_storage()
-        self._watched[-1].storages.append((StorageWeakRef(storage), storage.nbytes(), position))
+    def watch(self, is_released: Callable[[], bool], nbytes: int, position: int = -1) -> None:
+        """The batch that came last has memory of `nbytes`, as an arena or for its tensor number `position`.
+
+        Args:
+            is_released: whether nobody refers to it any more.
+        """
+        self._watched[-1].memory.append((is_released, nbytes, position))
 
     def _look(self, watched: _Watched) -> None:
-        held = [(nbytes, position) for storage, nbytes, position in watched.storages if not storage.expired()]
+        held = [(nbytes, position) for is_released, nbytes, position in watched.memory if not is_released()]
         count = watched.count
         if watched.probe:
             self._in_flight.discard(count)
             # Somebody who keeps most of a batch wastes little by keeping its arena.
-            if sum(nbytes for nbytes, _ in held) <= sum(nbytes for _, nbytes, _ in watched.storages) // 2:
+            if sum(nbytes for nbytes, _ in held) <= sum(nbytes for _, nbytes, _ in watched.memory) // 2:
                 self._alone[count] = self._alone.get(count, frozenset()).union(position for _, position in held)
         elif any(position < 0 for _, position in held) and count not in self._in_flight:
             probes = self._probes[count] = self._probes.get(count, 0) + 1

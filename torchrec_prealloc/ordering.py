@@ -17,6 +17,10 @@ class Ordering:
         """The memory may still be in use by work queued on the owner stream before it was allocated."""
         side.wait_stream(owner)
 
+    def copy_after_last_use(self, side: Any, free: Any) -> None:
+        """Kept memory is written again only when the owner stream is where nobody read it any more."""
+        side.wait_event(free)
+
     def reader_after_copy(self, reader: Any, copied: Any) -> None:
         """A stream reads the batch only when it has arrived."""
         reader.wait_event(copied)

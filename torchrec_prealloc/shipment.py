@@ -15,11 +15,11 @@ from torch import Tensor
 from torchrec_prealloc import unpinned
 from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, Kind
-from torchrec_prealloc.buffers import Views, allocate, host_bytes, leaf_views, unbind, unit_views
+from torchrec_prealloc.buffers import Views, host_bytes, leaf_views, unbind, unit_views
 from torchrec_prealloc.capture import Capture, RealCopies, runs_in
 from torchrec_prealloc.config import PreallocConfig
-from torchrec_prealloc.held import HeldTensors
 from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, Segment, aligned, plan
+from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.own_to import Learned, contents
 from torchrec_prealloc.plain import check_storage, is_dense, is_plain, leaf
 from torchrec_prealloc.runs import Region, Structure, structure_of
@@ -29,15 +29,6 @@ CAPTURE_BYTES = 1 << 20
 """Size of the arenas for conversions of a class' own `to`, whose sizes are not known beforehand."""
 
 _learned: dict[tuple[type, str], Learned] = {}
-
-
-class Memory:
-    """What an engine remembers of its batches."""
-
-    def __init__(self) -> None:
-        self.structures: dict[int, Structure] = {}
-        """By the number of tensors."""
-        self.held = HeldTensors()
 
 
 class Arena:
@@ -111,10 +102,13 @@ class Shipment:
         self.foreign: list[Tensor] = []
         """Tensors of the batch that were on the device already."""
         self.allocations = 0
+        self.ready: list[Any] = []
+        """Events after which kept memory may be written."""
+        self.fresh = False
+        """Whether the copy, and who waits for it, must follow the owner stream: it allocates, or does a part itself."""
         self._device = device
         self._streams = streams
         self._direct_bytes = config.direct_bytes
-        self._divisions = config.size_rounding
         self._isolate = isolate
         self._memory = memory
         self._flush = flush
@@ -154,12 +148,14 @@ class Shipment:
         alone = self._memory.held.next_batch(count) if not isolated else ()
         structure = self._memory.structures.get(count)
         if structure is not None and structure.alone == alone and structure.fits(tensors, self._direct_bytes):
+            listed = [(one, len(one)) for one in (self.arenas, self.direct, self.owned, self.isolated, self.foreign)]
             try:
                 return self._load_tensors(tensors, structure, isolated)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:
-                pass  # the members of a run are no longer of one shape
+            except RuntimeError:  # the members of a run are no longer of one shape
+                for one, before in listed:
+                    del one[before:]
         leaves = [leaf(tensor, index) if is_plain(tensor) else None for index, tensor in enumerate(tensors)]
         structure = structure_of(leaves, tensors, self._direct_bytes, alone)
         self._memory.structures[count] = structure
@@ -183,7 +179,7 @@ class Shipment:
             base = self._allocate(segment.nbytes, isolated)
             first = segment.units[0].members[0] if segment.units else -1
             if not isolated and (not segment.direct or leaves[first].alone):
-                self._memory.held.watch(base, positions[id(plain[first])] if segment.direct else -1)
+                self._memory.watch(base, positions[id(plain[first])] if segment.direct else -1)
             for index, view in self._load_segment(segment, base, leaves, plain, tensors, regions, arrived):
                 moved[id(plain[index])] = view
         for index in structure.singles:
@@ -224,6 +220,7 @@ class Shipment:
         """A tensor that is more than strided host memory goes its own way: `.to`, on the owner stream."""
         if self._device.type == "cpu":
             return tensor.to(self._device, copy=tensor.is_cpu)
+        self.fresh = True
         if tensor.device == self._device:
             self.foreign.append(tensor)
             return tensor
@@ -236,8 +233,12 @@ class Shipment:
         return not self._streams or (is_dense(source) and source.is_pinned())
 
     def _allocate(self, nbytes: int, isolated: bool) -> Tensor:
-        base = allocate(nbytes, self._device, self._divisions)
-        self.allocations += 1
+        base, ready = self._memory.take(nbytes)
+        if ready is None:
+            self.fresh = True
+            self.allocations += 1
+        else:
+            self.ready.append(ready)
         self.owned.append(base)
         if isolated:
             self.isolated.append(base)
@@ -261,6 +262,7 @@ class Shipment:
             BatchError: `to` returned None.
             Exception: what `to` raises, unchanged but for a note that names the class (on Python 3.11 and later).
         """
+        self.fresh = True
         learned = self._learned(type(obj))
         if learned.opaque:
             return self._run_plainly(obj)

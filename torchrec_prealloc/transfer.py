@@ -26,8 +26,12 @@ from torch import Tensor
 
 from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.ordering import Ordering
-from torchrec_prealloc.shipment import Memory, Shipment
+from torchrec_prealloc.shipment import Shipment
+
+_NO_EVENT = object()
+"""What stands for an event on a device without streams, where everything is done when its call returns."""
 
 
 @dataclass
@@ -108,7 +112,7 @@ class TransferEngine:
         self._module = module
         self._order = ordering()
         self._pending: dict[int, Transfer] = {}
-        self._memory = Memory()
+        self._memory = Memory(self.device, self.config, self._record, self._describe_pending)
         self._reading: list[tuple[Any, list[Any]]] = []
         self._passed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """By `id`, batches that their owner stream waited for, with that stream."""
@@ -151,6 +155,7 @@ class TransferEngine:
                     self._order.host_after_copy(transfer._copied)
 
         shipment = Shipment(self.device, self.has_streams, self.config, isolate, self._memory, flush)
+        self._memory.next_batch(owner)
         with self._current(owner):
             try:
                 transfer.batch = shipment.load(batch)
@@ -178,21 +183,57 @@ class TransferEngine:
             for arena in arenas:
                 if arena.sources:
                     torch._foreach_copy_(arena.targets, arena.sources)
-            if self.has_streams:
-                self._order.copy_after_allocation(self.side, transfer._owner)
+            self._wait_for_memory(shipment, transfer._owner)
             with self._current(self.side):
                 for arena in arenas:
-                    if arena.staging is not None:
-                        arena.base[: arena.nbytes].copy_(arena.staging[: arena.nbytes], non_blocking=True)
-                    self._count(arena.nbytes)
+                    if arena.staging is None:
+                        self._count(arena.nbytes)
+                    else:
+                        self._copy(arena.base[: arena.nbytes], arena.staging[: arena.nbytes])
                 for target, source in direct:
-                    target.copy_(source, non_blocking=True)
-                    self._count(target.numel() * target.element_size())
+                    self._copy(target, source)
         if self.has_streams:
             transfer._copied = self._module.Event()
             transfer._copied.record(self.side)
             read = [arena.staging for arena in arenas] + [source for _, source in direct]
             self._reading.append((transfer._copied, self._order.keep(read)))
+
+    def _wait_for_memory(self, shipment: Shipment, owner: Any) -> None:
+        if not self.has_streams:
+            return
+        if shipment.fresh:
+            self._order.copy_after_allocation(self.side, owner)
+        for free in shipment.ready:
+            self._order.copy_after_last_use(self.side, free)
+
+    def _copy(self, target: Tensor, source: Tensor) -> None:
+        """Queue one copy on the current stream, in pieces where it is larger than `chunk_bytes`."""
+        size = target.element_size()
+        piece = max(self.config.chunk_bytes // size, 1)
+        if not self.config.chunk_bytes or target.numel() <= piece:
+            target.copy_(source, non_blocking=True)
+            self._count(target.numel() * size)
+            return
+        # Dense, and of equal strides: their elements lie in one order. As one dimension they can be cut.
+        flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in (target, source)]
+        for first in range(0, target.numel(), piece):
+            into, of = (tensor[first : first + piece] for tensor in flat)
+            if first:
+                into[:1].zero_()  # without work between them the copy engine serves nobody else until all are done
+            into.copy_(of, non_blocking=True)
+            self._count(into.numel() * size)
+
+    def _record(self, stream: Any) -> Any:
+        if not self.has_streams:
+            return _NO_EVENT
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def _describe_pending(self) -> str:
+        held = sum(tensor.untyped_storage().nbytes() for one in self._pending.values() for tensor in one._owned)
+        kept = self._memory.ring.kept_bytes if self._memory.ring is not None else 0
+        return f"{len(self._pending)} batches in flight hold {held} bytes, the ring keeps {kept}"
 
     def _count(self, nbytes: int) -> None:
         self.stats.copies += 1
