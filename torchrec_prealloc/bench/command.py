@@ -1,0 +1,65 @@
+"""`torchrec-prealloc bench [NAME...]`: run benchmarks, print their tables, hold them to their targets."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+from torchrec_prealloc.errors import CommandError
+
+NAME = "bench"
+SUMMARY = "run benchmarks and hold them to their targets"
+
+BENCHMARKS = {
+    "modes": "torchrec_prealloc.bench.modes",
+    "transfer": "torchrec_prealloc.bench.transfer",
+}
+"""Each module has `SUMMARY`, `COLUMNS`, `run(full)`, which gives its rows one after the other, and `missed(rows)`,
+which says which targets they miss."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"{', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("--check", action="store_true", help="fail, and name them, where targets are missed")
+    parser.add_argument("--full", action="store_true", help="longer, and with larger batches")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write each table there as JSON and Markdown")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the benchmarks.
+
+    Raises:
+        CommandError: a name is unknown, or with `--check` a target is missed.
+    """
+    unknown = [name for name in args.names if name not in BENCHMARKS]
+    if unknown:
+        raise CommandError(f"no benchmark {unknown[0]!r}; there are: {', '.join(BENCHMARKS)}")
+    said = []
+    for name in args.names or BENCHMARKS:
+        said += [f"{name}: {one}" for one in _run_one(name, args.full, args.out)]
+    for one in said:
+        print(f"missed: {one}")
+    if said and args.check:
+        raise CommandError(f"{len(said)} targets missed")
+
+
+def _run_one(name: str, full: bool, out: Path | None) -> list[str]:
+    from tqdm import tqdm
+
+    from torchrec_prealloc.bench.machine import describe_machine
+    from torchrec_prealloc.bench.table import Table
+
+    module: Any = importlib.import_module(BENCHMARKS[name])
+    started = time.monotonic()
+    rows = tuple(tqdm(module.run(full), desc=name, unit="row", leave=False))
+    table, machine = Table(name, module.COLUMNS, rows), describe_machine()
+    print(f"\n{name}: {module.SUMMARY}\n\n{table.text()}\n")
+    print(f"Machine: {machine.line()}; {time.monotonic() - started:.0f} s\n")
+    if out is not None:
+        table.write_json(out / f"{name}.json", machine, {"full": full})
+        (out / f"{name}.md").write_text(table.markdown() + "\n", encoding="utf-8")
+    return list(module.missed(rows))

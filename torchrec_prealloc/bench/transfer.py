@@ -1,0 +1,231 @@
+"""One batch to the device: main-thread time and operations, ours beside torch's, TorchRec's and tensordict's ways.
+
+All ways move the same batch in one process, in turns, so that all see the same machine. On a device without streams
+(the CPU) every way is made to copy: TorchRec's in-place path gets a CPU stream to copy on, plain `.to` `copy=True`.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.test_utils.model_input import ModelInput
+
+from torchrec_prealloc.batch import tensors_in
+from torchrec_prealloc.bench.table import Column, Row
+from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.transfer import TransferEngine
+
+SUMMARY = "one batch to the device: main-thread time and operations, ours beside others"
+
+MIB = 1 << 20
+PLAIN, IN_PLACE, TENSORDICT = "Tensor.to each", "TorchRec in place", "tensordict consolidate"
+PER_BATCH, RING, PACKED = "ours", "ours, ring", "ours, packed"
+
+COLUMNS = (
+    Column("median", "main thread, µs", digits=0, better="low"),
+    Column("min", "min", digits=0),
+    Column("max", "max", digits=0),
+    Column("ratio", "to baseline", digits=2, better="low"),
+    Column("baseline", "baseline"),
+    Column("operations", "allocations + copies", better="low"),
+    Column("gb_per_second", "GB/s", digits=1, absent="no GPU", better="high"),
+    Column("on", "measured on"),
+)
+
+
+class Target(NamedTuple):
+    """What a row is held to."""
+
+    batch: str
+    way: str
+    figure: str
+    at_most: float
+
+
+STRESS, MANY, LARGE, KJT, MIX = "600 small + 2 KJTs", "10,000 small", "20 x 10 MB", "1 KJT", "mix"
+
+TARGETS = (
+    Target(STRESS, PER_BATCH, "operations", 12),
+    Target(STRESS, PER_BATCH, "ratio", 0.5),
+    Target(STRESS, PACKED, "ratio", 0.25),
+    Target(MANY, PER_BATCH, "ratio", 0.4),
+    Target(LARGE, PER_BATCH, "ratio", 1.05),
+    Target(KJT, PER_BATCH, "ratio", 1.05),
+)
+
+
+def missed(rows: Iterable[Row]) -> list[str]:
+    """The targets that the rows miss, in words."""
+    by_name = {row.name: row.figures for row in rows}
+    said = []
+    for target in TARGETS:
+        figure = by_name.get(f"{target.batch}: {target.way}", {}).get(target.figure)
+        if figure is None or float(figure) > target.at_most:
+            said.append(f"{target.batch}: {target.way}: {target.figure} is {figure}, not at most {target.at_most}")
+    return said
+
+
+def run(full: bool = False) -> Iterator[Row]:
+    """One row for each batch and way.
+
+    Args:
+        full: more rounds, and a KeyedJaggedTensor of 1 GB instead of 64 MB.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # the time of one thread is what is compared
+    for name, (batch, rounds) in _batches(full).items():
+        yield from _compare(name, batch, rounds * (5 if full else 1), device)
+
+
+def _batches(full: bool) -> dict[str, tuple[Any, int]]:
+    """Each batch, and in how many rounds it is measured."""
+    ids = (1024 if full else 64) * MIB // 8
+    return {
+        STRESS: (_model_input(600), 200),
+        MANY: (_model_input(10_000), 20),
+        LARGE: ([torch.zeros(10 * 1000 * 1000 // 4) for _ in range(20)], 8),
+        KJT: (_kjt(["f"], torch.tensor([ids])), 20),
+        MIX: ([*(torch.zeros(16) for _ in range(100)), torch.zeros(4 * MIB), _kjt(["f"], torch.tensor([MIB]))], 50),
+    }
+
+
+def _model_input(small: int) -> ModelInput:
+    """TorchRec's own stress batch: `small` tensors of 16 floats, 2 KJTs, dense features and a label."""
+    generator = torch.Generator().manual_seed(0)
+    kjts = [_kjt([f"f{i}" for i in range(10)], torch.randint(0, 5, (640,), generator=generator)) for _ in range(2)]
+    return ModelInput(torch.zeros(64, 16), *kjts, torch.zeros(64), [torch.zeros(16) for _ in range(small)])
+
+
+def _kjt(keys: list[str], lengths: Tensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths=lengths)
+
+
+def _ways(batch: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Each way as a function that returns what it moved."""
+    engine, ring = TransferEngine(device), TransferEngine(device, config=PreallocConfig(buffers="ring"))
+    tensors = tensors_in(batch)
+    ways: dict[str, Callable[[], Any]] = {}
+    if isinstance(batch, ModelInput):
+        stream = torch.get_device_module(device).Stream()
+        ways[IN_PLACE] = lambda: batch.to(device, True, stream)
+        ways[TENSORDICT] = _tensordict_way(tensors, device)
+    ways[PLAIN] = lambda: [tensor.to(device, non_blocking=True, copy=True) for tensor in tensors]
+    ways[PER_BATCH] = lambda: engine.start(batch).wait()
+    ways[RING] = lambda: ring.start(batch).wait()
+    ways.update(_packed_way(batch, device))
+    return ways
+
+
+def _tensordict_way(tensors: list[Tensor], device: torch.device) -> Callable[[], Any]:
+    from tensordict import TensorDict
+
+    together = TensorDict({str(number): tensor for number, tensor in enumerate(tensors)}, batch_size=[])
+    if device.type == "cpu":
+        return lambda: together.consolidate()  # its `to` has nothing to do there
+    return lambda: together.consolidate().to(device, non_blocking=True)
+
+
+def _packed_way(batch: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
+    try:
+        from torchrec_prealloc.loader import pack
+    except ImportError:
+        return {}
+    engine, packed = TransferEngine(device), pack(batch)
+    return {PACKED: lambda: engine.start(packed).wait()}
+
+
+def _compare(name: str, batch: Any, rounds: int, device: torch.device) -> Iterator[Row]:
+    if device.type == "cuda":
+        batch = _pin(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ways = _ways(batch, device)
+        for move in ways.values():
+            for _ in range(3):  # the first batches are learned from
+                move()
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    gc.collect()
+    gc.freeze()  # else full collections of all that is loaded fall into one way's turn each time
+    for _ in range(rounds):
+        for way, move in ways.items():
+            move()  # else the way that follows one of the same code finds its caches warm, and others do not
+            times[way].append(_timed(move, device))
+    gc.unfreeze()
+    baseline = IN_PLACE if IN_PLACE in ways else PLAIN
+    bytes_moved = sum(tensor.nbytes for tensor in tensors_in(batch))
+    for way, seconds in times.items():
+        median = statistics.median(seconds)
+        yield Row(
+            f"{name}: {way}",
+            {
+                "median": median * 1e6,
+                "min": min(seconds) * 1e6,
+                "max": max(seconds) * 1e6,
+                "ratio": median / statistics.median(times[baseline]),
+                "baseline": baseline,
+                "operations": _operations(ways[way]),
+                "gb_per_second": _rate(ways[way], bytes_moved, device),
+                "on": "GPU" if device.type == "cuda" else "CPU",
+            },
+        )
+
+
+def _pin(batch: Any) -> Any:
+    return [_pin(one) for one in batch] if isinstance(batch, list) else batch.pin_memory()
+
+
+def _timed(move: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the call returns, the release of what it moved included."""
+    start = time.perf_counter()
+    move()
+    seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return seconds
+
+
+def _rate(move: Callable[[], Any], nbytes: int, device: torch.device) -> float | None:
+    """GB/s until everything has arrived; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        move()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return nbytes / statistics.median(seconds) / 1e9
+
+
+def _operations(move: Callable[[], Any]) -> int:
+    """Allocations and copies that reach torch's operators, counted."""
+    counter = _Operations()
+    with counter:
+        move()
+    return counter.count
+
+
+class _Operations(TorchDispatchMode):
+    """Counts allocations and copies, gathers on the host among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name == "_to_copy":
+            self.count += 2  # it allocates, and copies
+        elif name in ("empty", "empty_like", "empty_strided", "copy_", "_foreach_copy_", "stack", "cat"):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
