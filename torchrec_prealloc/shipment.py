@@ -48,6 +48,8 @@ class Arena:
         """For each source its place in `staging` (or in `base`)."""
         self.nbytes = 0
         """Bytes in use, from the start."""
+        self.takes_long = False
+        """Whether filling `staging` is for a thread in the background."""
         self.views = Views(base)
         self.places = Views(self.staging) if self.staging is not None else self.views
 
@@ -206,6 +208,7 @@ class Shipment:
             self.direct.append((units[0], sources[0]))
         else:
             arena = Arena(base, self._streams)
+            arena.takes_long = self._streams and segment.nbytes >= self._direct_bytes and segment.direct
             if not segment.direct:
                 for region in regions:
                     region.run.put(arrived, arena.add_run(region, tensors))

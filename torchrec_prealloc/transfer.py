@@ -18,8 +18,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.ordering import Ordering
-from torchrec_prealloc.shipment import Shipment
+from torchrec_prealloc.shipment import Arena, Shipment
+from torchrec_prealloc.staging import Background
 
 _NO_EVENT = object()
 """What stands for an event on a device without streams, where everything is done when its call returns."""
@@ -60,7 +62,8 @@ class Transfer:
     """The device's batch: the same object around device tensors. Read it only after `wait`."""
     _engine: TransferEngine
     _owner: Any
-    _copied: Any = None
+    _arrivals: list[Any] = field(default_factory=list)
+    """Events after which it has arrived; futures of them for what a thread in the background still queues."""
     _foreign: list[Tensor] = field(default_factory=list)
     _isolated: list[Tensor] = field(default_factory=list)
     _owned: list[Tensor] = field(default_factory=list)
@@ -75,6 +78,21 @@ class Transfer:
         """
         self._engine.wait_transfer(self)
         return self.batch
+
+    def _events(self) -> list[Any]:
+        """The events after which the batch has arrived. The host waits for what is not queued yet.
+
+        Raises:
+            Exception: what the thread in the background raised.
+        """
+        self._arrivals = [one.result() if isinstance(one, Future) else one for one in self._arrivals]
+        return self._arrivals
+
+    def _events_queued(self) -> list[Any]:
+        """As `_events`, without those of copies that failed, and so were never queued."""
+        failed = [one for one in self._arrivals if isinstance(one, Future) and one.exception() is not None]
+        self._arrivals = [one for one in self._arrivals if one not in failed]
+        return self._events()
 
     def wait_on_host(self) -> Any:
         """As `wait`, and the host waits until the copy has run: the host's batch may be changed after it."""
@@ -112,6 +130,7 @@ class TransferEngine:
         self._module = module
         self._order = ordering()
         self._pending: dict[int, Transfer] = {}
+        self._background = Background()
         self._memory = Memory(self.device, self.config, self._record, self._describe_pending)
         self._reading: list[tuple[Any, list[Any]]] = []
         self._passed: dict[int, tuple[weakref.ref[Any], Any]] = {}
@@ -149,10 +168,10 @@ class TransferEngine:
 
         def flush(shipment: Shipment, reuse_sources: bool) -> None:
             self._send(shipment, transfer)
-            if self.has_streams:
-                self._order.reader_after_copy(owner, transfer._copied)
+            for copied in transfer._events():
+                self._order.reader_after_copy(owner, copied)
                 if reuse_sources:
-                    self._order.host_after_copy(transfer._copied)
+                    self._order.host_after_copy(copied)
 
         shipment = Shipment(self.device, self.has_streams, self.config, isolate, self._memory, flush)
         self._memory.next_batch(owner)
@@ -163,8 +182,8 @@ class TransferEngine:
             except BaseException as error:
                 if hasattr(error, "add_note"):  # Python 3.11 on
                     error.add_note(f"in a batch of class {type(batch).__name__}, after {self.stats.batches} others")
-                if transfer._copied is not None:
-                    self._order.owner_after_copy(owner, transfer._copied)
+                for copied in transfer._events_queued():
+                    self._order.owner_after_copy(owner, copied)
                 raise
         transfer._owned, transfer._isolated, transfer._foreign = shipment.owned, shipment.isolated, shipment.foreign
         self.stats.batches += 1
@@ -178,7 +197,8 @@ class TransferEngine:
 
     def _send(self, shipment: Shipment, transfer: Transfer) -> None:
         """Gather and queue what a shipment lists, and record the event that says it has arrived."""
-        arenas, direct = shipment.take()
+        taken, direct = shipment.take()
+        arenas = [arena for arena in taken if not arena.takes_long]
         with torch.no_grad():
             for arena in arenas:
                 if arena.sources:
@@ -193,10 +213,33 @@ class TransferEngine:
                 for target, source in direct:
                     self._copy(target, source)
         if self.has_streams:
-            transfer._copied = self._module.Event()
-            transfer._copied.record(self.side)
             read = [arena.staging for arena in arenas] + [source for _, source in direct]
-            self._reading.append((transfer._copied, self._order.keep(read)))
+            transfer._arrivals.append(self._copied(read))
+            for arena in taken:
+                if arena.takes_long:
+                    self._send_later(arena, transfer)
+
+    def _send_later(self, arena: Arena, transfer: Transfer) -> None:
+        """Have a large arena filled and queued by the thread in the background: the main thread does not wait for it.
+
+        The side stream waits for the arena's memory by now, and so will what the thread queues there.
+        """
+
+        def fill_and_send() -> Any:
+            with torch.no_grad():
+                torch._foreach_copy_(arena.targets, arena.sources)
+                with self._current(self.side):
+                    self._copy(arena.base[: arena.nbytes], cast(Tensor, arena.staging)[: arena.nbytes])
+            return self._copied([arena.staging])
+
+        transfer._arrivals.append(self._background.submit(fill_and_send))
+
+    def _copied(self, read: list[Any]) -> Any:
+        """The event after all that was queued on the side stream; until then the host memory `read` is kept."""
+        copied = self._record(self.side)
+        with self._lock:
+            self._reading.append((copied, self._order.keep(read)))
+        return copied
 
     def _wait_for_memory(self, shipment: Shipment, owner: Any) -> None:
         if not self.has_streams:
@@ -236,8 +279,9 @@ class TransferEngine:
         return f"{len(self._pending)} batches in flight hold {held} bytes, the ring keeps {kept}"
 
     def _count(self, nbytes: int) -> None:
-        self.stats.copies += 1
-        self.stats.bytes += nbytes
+        with self._lock:  # the thread in the background counts too
+            self.stats.copies += 1
+            self.stats.bytes += nbytes
 
     def wait(self, batch: Any, upstream: Any = None, events: Sequence[Any] = ()) -> bool:
         """Order the current stream after the copy of `batch`.
@@ -269,7 +313,8 @@ class TransferEngine:
             self._forget(transfer)
             return
         reader = self.current_stream()
-        self._order.reader_after_copy(reader, transfer._copied)
+        for copied in transfer._events():
+            self._order.reader_after_copy(reader, copied)
         if upstream is not None and upstream not in (self.side, reader):
             self._order.reader_after_reader(reader, upstream)
             if upstream in transfer._readers:
@@ -291,28 +336,24 @@ class TransferEngine:
         else:
             # The owner stream goes on beside those that read the batch, and follows them when the batch is dropped: up
             # to here, not up to what they will have been given by then.
-            transfer._read += [self._recorded(earlier) for earlier in transfer._readers]
+            transfer._read += [self._record(earlier) for earlier in transfer._readers]
             transfer._readers.clear()
 
     def follow(self, transfer: Transfer) -> None:
         """Order the current stream after a transfer's copy, for streams that follow it: it does not read the batch."""
-        if self.has_streams:
-            self._order.reader_after_copy(self.current_stream(), transfer._copied)
+        for copied in transfer._events():
+            self._order.reader_after_copy(self.current_stream(), copied)
 
     def finish(self, transfer: Transfer) -> None:
         """Let the host wait until a transfer's copies have run."""
-        if self.has_streams:
-            self._order.host_after_copy(transfer._copied)
-
-    def _recorded(self, stream: Any) -> Any:
-        event = self._module.Event()
-        event.record(stream)
-        return event
+        for copied in transfer._events():
+            self._order.host_after_copy(copied)
 
     def reset(self) -> None:
         """Let go of every batch, each after its copy and its readers. The host does not wait."""
         for transfer in list(self._pending.values()):
             self._settle(transfer)
+        self._background.close()
         self._release_sources()
 
     def close(self) -> None:
@@ -336,9 +377,11 @@ class TransferEngine:
         self._forget(transfer)
 
     def _settle(self, transfer: Transfer) -> None:
+        arrived = transfer._events_queued()  # not under the lock, which the thread in the background needs
         with self._lock:
             if self.has_streams:
-                self._order.owner_after_copy(transfer._owner, transfer._copied)
+                for copied in arrived:
+                    self._order.owner_after_copy(transfer._owner, copied)
                 for event in transfer._read:
                     self._order.owner_after_read(transfer._owner, event)
                 for reader in transfer._readers:

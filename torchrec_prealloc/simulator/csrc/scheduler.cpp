@@ -1,5 +1,7 @@
 #include "scheduler.h"
 
+#include <Python.h>
+
 #include <c10/util/Exception.h>
 
 #include <chrono>
@@ -139,7 +141,17 @@ uint64_t Clock::advance(StreamIndex stream) {
 }
 
 std::unique_lock<std::recursive_mutex> lock() {
-  return std::unique_lock(state().mutex);
+  std::unique_lock guard(state().mutex, std::try_to_lock);
+  if (!guard.owns_lock()) {
+    // Who has the lock may need the GIL (to describe a race, to drop the last reference to a tensor): who waits for
+    // the lock must not keep it.
+    auto* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    guard.lock();
+    if (python) {
+      PyEval_RestoreThread(python);
+    }
+  }
+  return guard;
 }
 
 void set_schedule(Schedule schedule, uint64_t seed) {
