@@ -37,6 +37,8 @@ INSTALL_REQUIRES = [
     "fbgemm-gpu>=1.2,<2",
     # configs/*.yaml
     "pyyaml>=6,<7",
+    # The codec hands it what pickle cannot take: lambdas and closures. TorchRec's tensordict brings it anyway.
+    "cloudpickle>=2,<4",
     # Progress bars of the demo and the benchmarks.
     "tqdm>=4.60,<5",
 ]
@@ -48,8 +50,12 @@ EXTRAS_REQUIRE = {
     # distribution recbole, which is not listed: it is used as a box of files, never imported, and its own requirements
     # (ray<=2.6.3 among them) cannot be installed on Python 3.12 and newer. `pip install --no-deps recbole` beside it.
     "demo": ["matplotlib>=3.6,<4"],
+    # The simulator calls the C++ compiler itself, and needs no distribution: the extra is there so that it can be named.
+    "simulator": [],
     "test": [
         "pytest>=8,<10",
+        # One of the kinds of classes that a batch may be made of.
+        "attrs>=22,<27",
         # Random layouts and batches against their plain counterparts.
         "hypothesis>=6.100,<7",
         # Pictures are tested too.

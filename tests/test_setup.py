@@ -246,12 +246,12 @@ class TestDeclaration:
 
     def test_requires_what_it_imports_in_closed_ranges(self, declared):
         needed = [Requirement(line) for line in declared["install_requires"]]
-        assert {need.name for need in needed} == {"torch", "torchrec", "fbgemm-gpu", "pyyaml", "tqdm"}
+        assert {need.name for need in needed} == {"torch", "torchrec", "fbgemm-gpu", "pyyaml", "cloudpickle", "tqdm"}
         for need in needed:
             assert {clause.operator for clause in need.specifier} == {">=", "<"}, need
 
     def test_extras_exist(self, declared):
-        assert {"plot", "demo", "test", "dev"} <= declared["extras_require"].keys()
+        assert {"plot", "demo", "simulator", "test", "dev"} <= declared["extras_require"].keys()
 
     def test_tested_versions_lie_within_the_ranges(self, declared, bootstrap):
         extras = [line for lines in declared["extras_require"].values() for line in lines]
