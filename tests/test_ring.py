@@ -106,6 +106,8 @@ def test_after_the_first_batches_nothing_is_allocated(device: torch.device) -> N
         assert float(batch[0][3]) == step
         del batch
     assert engine.stats.allocations <= 4
+    assert 4 * MIB < engine.stats.ring_bytes <= 9 * MIB
+    assert engine.stats.ring_skipped == 0
     assert engine.stats.batches == 30
 
 

@@ -27,7 +27,8 @@ from torchrec_prealloc import versions
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.rebinding import Rebinding
-from torchrec_prealloc.transfer import TransferEngine, TransferStats
+from torchrec_prealloc.stats import TransferStats
+from torchrec_prealloc.transfer import TransferEngine
 
 P = TypeVar("P")
 

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,27 +31,10 @@ from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.ordering import Ordering
 from torchrec_prealloc.shipment import Arena, Shipment
 from torchrec_prealloc.staging import Background
+from torchrec_prealloc.stats import TransferStats
 
 _NO_EVENT = object()
 """What stands for an event on a device without streams, where everything is done when its call returns."""
-
-
-@dataclass
-class TransferStats:
-    """What an engine has done, counted at the calls."""
-
-    batches: int = 0
-    bytes: int = 0
-    """Bytes copied to the device, alignment included."""
-    copies: int = 0
-    """Copies to the device."""
-    allocations: int = 0
-    """Device allocations."""
-
-    def reset(self) -> None:
-        """Set every count to 0."""
-        for name in (item.name for item in fields(self)):
-            setattr(self, name, 0)
 
 
 @dataclass(eq=False)
@@ -188,6 +171,8 @@ class TransferEngine:
         transfer._owned, transfer._isolated, transfer._foreign = shipment.owned, shipment.isolated, shipment.foreign
         self.stats.batches += 1
         self.stats.allocations += shipment.allocations
+        if self._memory.ring is not None:
+            self.stats.ring_bytes, self.stats.ring_skipped = self._memory.ring.kept_bytes, self._memory.ring.skipped
         if shipment.owned or shipment.foreign:
             earlier = self._pending.get(id(transfer.batch))
             if earlier is not None:
@@ -415,33 +400,3 @@ def _with_index(device: torch.device, module: Any) -> torch.device:
     if index is not None or device.type == "cpu":
         return device
     return torch.device(device.type, module.current_device())
-
-
-def to_device(batch: Any, device: torch.device | str, copy_stream: Any = None) -> Transfer:
-    """Copy a batch to a device on a side stream, into memory that the current stream owns.
-
-    The batch's memory returns to the current stream's pool, like that of `batch.to(device)`, and the copy overlaps with
-    the current stream's work, like `batch.to(device, non_blocking=True)` on a side stream.
-
-    Args:
-        batch: host batch of any type; it is left as it is. To overlap, its memory should be pinned.
-        device: the target.
-        copy_stream: the stream to copy on; by default one that all such calls of a device share.
-
-    Returns:
-        A handle: `handle.wait()` orders the stream that is then current after the copy, and returns the batch.
-    """
-    device = torch.device(device)
-    engine = _engine_for(device, copy_stream)
-    return engine.start(batch)
-
-
-_engines: dict[tuple[torch.device, Any], TransferEngine] = {}
-
-
-def _engine_for(device: torch.device, side: Any) -> TransferEngine:
-    key = (device, side)
-    engine = _engines.get(key)
-    if engine is None:
-        engine = _engines[key] = TransferEngine(device, side)
-    return engine
