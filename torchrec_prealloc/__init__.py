@@ -11,34 +11,61 @@ from torchrec_prealloc.versions import PIPELINES
 
 if TYPE_CHECKING:
     from torchrec_prealloc.batch_types import BatchError, register_batch_type
+    from torchrec_prealloc.checkpoint import CheckpointError, PinnedStager, as_numpy, async_save, save, train_state
+    from torchrec_prealloc.codec import CodecError, dumps_all, loads_all
     from torchrec_prealloc.config import ConfigError, PreallocConfig, add_prealloc_flags, build_pipeline
+    from torchrec_prealloc.one_batch import to_device
     from torchrec_prealloc.own_copies import PreallocStage
     from torchrec_prealloc.pipelines import PipelineError, prealloc_pipeline
-    from torchrec_prealloc.transfer import Transfer, TransferStats, to_device
+    from torchrec_prealloc.stats import TransferStats
+    from torchrec_prealloc.stream import Decoder, Encoder, MissingError
+    from torchrec_prealloc.to_host import HostCopy, ToHost, to_pinned_host
+    from torchrec_prealloc.transfer import Transfer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BatchError",
+    "CheckpointError",
+    "CodecError",
     "ConfigError",
+    "Decoder",
+    "Encoder",
+    "HostCopy",
+    "MissingError",
+    "PinnedStager",
     "PipelineError",
     "PreallocConfig",
     "PreallocStage",
+    "ToHost",
     "Transfer",
     "TransferStats",
     "add_prealloc_flags",
+    "as_numpy",
+    "async_save",
     "build_pipeline",
+    "dumps_all",
+    "loads_all",
     "prealloc_pipeline",
     "register_batch_type",
+    "save",
     "to_device",
+    "to_pinned_host",
+    "train_state",
 ]
 
 _MODULES = {
     "batch_types": ("BatchError", "register_batch_type"),
+    "checkpoint": ("CheckpointError", "PinnedStager", "as_numpy", "async_save", "save", "train_state"),
+    "codec": ("CodecError", "dumps_all", "loads_all"),
     "config": ("ConfigError", "PreallocConfig", "add_prealloc_flags", "build_pipeline"),
     "own_copies": ("PreallocStage",),
     "pipelines": ("PipelineError", "prealloc_pipeline"),
-    "transfer": ("Transfer", "TransferStats", "to_device"),
+    "stream": ("Decoder", "Encoder", "MissingError"),
+    "to_host": ("HostCopy", "ToHost", "to_pinned_host"),
+    "one_batch": ("to_device",),
+    "stats": ("TransferStats",),
+    "transfer": ("Transfer",),
 }
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.pipelines import PreallocPipeline, _active, _rebinding
-from torchrec_prealloc.transfer import TransferEngine, TransferStats
+from torchrec_prealloc.stats import TransferStats
+from torchrec_prealloc.transfer import TransferEngine
 from torchrec_prealloc.versions import available
 
 
@@ -71,16 +72,15 @@ class PreallocStage:
         return transfer.batch
 
 
-class _DenseOnly:
-    """Moves what a batch's `to(dense_only=True)` moves."""
+class _DenseOnly(tuple[Any]):
+    """Moves what a batch's `to(dense_only=True)` moves.
 
-    __slots__ = ("batch",)  # so that its `to` is asked each time: the batch has another one
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
+    A tuple, so that its fields are not walked in place of it: the batch has another `to`, which moves more.
+    """
 
     def to(self, device: torch.device, non_blocking: bool = False) -> _DenseOnly:
-        return _DenseOnly(self.batch.to(device=device, non_blocking=non_blocking, dense_only=True))
+        (batch,) = self
+        return _DenseOnly((batch.to(device=device, non_blocking=non_blocking, dense_only=True),))
 
 
 class PreallocCPUSparse(PreallocPipeline):
@@ -93,12 +93,12 @@ class PreallocCPUSparse(PreallocPipeline):
             theirs: Any = super()
             return theirs.copy_data_to_gpu(batch, context)
         embeddings = {name: looked_up.wait() for name, looked_up in context.embedding_a2a_requests.items()}
-        transfer = self._engine.start((_DenseOnly(batch), embeddings), _active.stack[-1].owner)
+        transfer = self._engine.start((_DenseOnly((batch,)), embeddings), _active.stack[-1].owner)
         if pipeline._memcpy_stream is None:
             transfer.wait()  # TorchRec waits for that stream
-        dense, moved = transfer.batch
+        (moved_batch,), moved = transfer.batch
         context.gpu_embedding_outputs.update(moved)
-        return dense.batch
+        return moved_batch
 
     def _get_or_alloc_pinned(self, name: str, tensor: Tensor) -> Tensor:
         # TorchRec has one buffer for each module, and writes the next embeddings into it while these are copied.
