@@ -91,6 +91,10 @@ class Walk:
         except RecursionError:
             raise _too_deep(batch) from None
 
+    def containers(self) -> list[tuple[Any, Kind]]:
+        """The objects found that hold tensors, and how each was taken apart."""
+        return [(node.obj, node.kind) for node in self._nodes.values() if node is not None]
+
     def _find(self, obj: Any) -> bool:
         """Whether `obj` is or holds a tensor, or has its own `to`."""
         cls = type(obj)
@@ -109,6 +113,8 @@ class Walk:
                 self._nodes[key] = _Node(obj, OWN_TO, (), None, self._group)
                 self._built[key] = self._own_to.run(obj)
                 return True
+        if kind.choose is not None:
+            kind = kind.choose(obj, self._own_to, self._isolate)
         outer = self._group
         if self._isolate and cls is KeyedJaggedTensor:
             self._group = len(self.groups)

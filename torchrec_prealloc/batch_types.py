@@ -44,6 +44,8 @@ class Kind(NamedTuple):
     blank: Callable[[Any], Any] | None = None
     """Makes the new object before its children, for types that can hold themselves; `unflatten` then fills it, given
     it as context."""
+    choose: Callable[[Any, Any, bool], Kind] | None = None
+    """`choose(obj, own_to, isolate)`: the kind for one object, for types that are taken apart in several ways."""
 
 
 OWN_TO = Kind(lambda obj: ((), obj), lambda children, obj: obj)
@@ -68,8 +70,18 @@ def register_batch_type(cls: type, flatten: Flatten, unflatten: Unflatten) -> No
     """
     if not isinstance(cls, type) or issubclass(cls, Tensor):
         raise BatchError(f"register_batch_type: {cls!r} is not a class that holds tensors; give the batch's class")
-    _registered[cls] = Kind(flatten, unflatten)
+    register_kind(cls, Kind(flatten, unflatten))
+
+
+def register_kind(cls: type, kind: Kind) -> None:
+    """As `register_batch_type`, for types of this package."""
+    _registered[cls] = kind
     _resolved.clear()
+
+
+def has_its_own_way(cls: type) -> bool:
+    """Whether a class was registered, here or with pytree: then it may be rebuilt in any way."""
+    return cls in _registered or (cls in pytree.SUPPORTED_NODES and cls not in _PLAIN_CONTAINERS)
 
 
 def is_understood(batch: Any) -> bool:

@@ -99,7 +99,7 @@ def loads_all(message: bytes, allowed: Collection[Any] | None = None) -> Any:
             lists[number] = list(contents[index])
         return lists[number]
 
-    unpickler.refer = load
+    unpickler.persistent_load = load  # type: ignore[method-assign]
     names, values = unpickler.load()
     return list(values) if names is None else dict(zip(names, values, strict=True))
 
@@ -161,14 +161,7 @@ class Unpickler(pickle.Unpickler):
 
     def __init__(self, message: bytes, allowed: Collection[Any] | None = None) -> None:
         super().__init__(io.BytesIO(message))
-        self._allowed = None if allowed is None else {*_PLAIN, *map(_full_name, allowed)}
-        self.refer: Callable[[Any], Any] | None = None
-        """Gives the object that a reference stands for."""
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self.refer is None:
-            raise CodecError("the message refers to objects that are not in it")
-        return self.refer(pid)
+        self._allowed = None if allowed is None else _PLAIN.union(map(_full_name, allowed)) if allowed else _PLAIN
 
     def find_class(self, module: str, name: str, /) -> Any:
         if self._allowed is None:
@@ -279,16 +272,26 @@ def _children(obj: Any) -> Iterator[Any]:
 # What is refused -------------------------------------------------------------------------------------------------
 
 
-def refusal(members: Any, error: BaseException) -> CodecError:
-    """The error for a list or dict of objects that cannot be pickled, with the path to what it is in them."""
+def _dump_by_value(obj: Any) -> None:
+    _pickler(False, {})(io.BytesIO(), PROTOCOL).dump(obj)
+
+
+def refusal(members: Any, error: BaseException, dump: Callable[[Any], None] = _dump_by_value) -> CodecError:
+    """The error for a list or dict of objects that cannot be pickled, with the path to what it is in them.
+
+    Args:
+        members: the list or dict.
+        error: what was raised.
+        dump: pickles an object in the way that was refused.
+    """
     too_deep = isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
-    path, obj = _refused(members, steps=1 if too_deep else 1000)
+    path, obj = _refused(members, 1 if too_deep else 1000, dump)
     if too_deep:
         return CodecError(f"{path}: nests deeper than Python's recursion limit allows")
     return CodecError(f"{path}: a {type(obj).__module__}.{type(obj).__qualname__} cannot be pickled ({error})")
 
 
-def _refused(members: Any, steps: int) -> tuple[str, Any]:
+def _refused(members: Any, steps: int, dump: Callable[[Any], None]) -> tuple[str, Any]:
     path, obj = "", members
     # Names head the paths as they are: spec.out, not ['spec'].out.
     named = isinstance(members, Mapping)
@@ -296,7 +299,7 @@ def _refused(members: Any, steps: int) -> tuple[str, Any]:
     seen: set[int] = set()
     for _ in range(steps):
         for step, child in parts:
-            if id(child) not in seen and not _can_be_pickled(child):
+            if id(child) not in seen and not _succeeds(dump, child):
                 seen.add(id(child))
                 path, obj, parts = path + step, child, _parts(child)
                 break
@@ -317,9 +320,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", getattr(obj, name)) for name in field_names(obj))
 
 
-def _can_be_pickled(obj: Any) -> bool:
+def _succeeds(dump: Callable[[Any], None], obj: Any) -> bool:
     try:
-        _pickler(False, {})(io.BytesIO(), PROTOCOL).dump(obj)
+        dump(obj)
     except Exception:  # whatever a foreign __reduce__ raises
         return False
     return True

@@ -217,7 +217,7 @@ class Decoder:
 
     def _load(self, body: bytes) -> Any:
         unpickler = Unpickler(body, self._allowed)
-        unpickler.refer = self._objects.__getitem__
+        unpickler.persistent_load = self._objects.__getitem__  # type: ignore[method-assign]
         return unpickler.load()
 
 
