@@ -30,13 +30,12 @@ def module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 
 
-def reserved(device: torch.device) -> dict[int, int]:
-    """Bytes reserved now, for each stream of `device` that holds some."""
+def allocated(stream: Any) -> int:
+    """Bytes allocated now from the pool of a stream. Other tests may have left some there: there are 32 streams."""
     from torchrec_prealloc import simulator
 
-    streams = simulator.stats().streams.items()
-    here = device.index or 0
-    return {stream: stats.reserved for (index, stream), stats in streams if index == here and stats.reserved}
+    stats = simulator.stats().streams.get((stream.device_index, stream.stream_id))
+    return stats.allocated if stats is not None else 0
 
 
 # One batch -------------------------------------------------------------------------------------------------------
@@ -48,12 +47,13 @@ def test_the_wish_of_the_original_report(accelerator: torch.device) -> None:
 
     (batch,) = pinned(make_batches(1))
     side = module(accelerator).Stream()
+    before = allocated(side)
     with simulator.checked(schedule="lazy"):
         handle = to_device(batch, accelerator, copy_stream=side)
         arrived = handle.wait()
         result = arrived.dense_features * 2
         assert result.cpu().equal(batch.dense_features * 2)
-    assert side.stream_id not in reserved(accelerator)
+        assert allocated(side) == before
 
 
 def test_without_the_wait_the_checker_reports_a_race(accelerator: torch.device) -> None:
@@ -68,10 +68,11 @@ def test_without_the_wait_the_checker_reports_a_race(accelerator: torch.device) 
 
 def test_memory_comes_from_the_stream_that_is_current(accelerator: torch.device) -> None:
     mine, side = module(accelerator).Stream(), module(accelerator).Stream()
-    before = reserved(accelerator)
+    before = allocated(mine), allocated(side)
     with module(accelerator).stream(mine):
         handle = TransferEngine(accelerator, side).start(make_batches(1)[0])
-        assert set(reserved(accelerator)) - set(before) == {mine.stream_id}
+        assert allocated(mine) > before[0]
+        assert allocated(side) == before[1]
         handle.wait()
 
 
