@@ -16,6 +16,8 @@ SUMMARY = "run benchmarks and hold them to their targets"
 BENCHMARKS = {
     "modes": "torchrec_prealloc.bench.modes",
     "transfer": "torchrec_prealloc.bench.transfer",
+    "trees": "torchrec_prealloc.bench.trees",
+    "codec": "torchrec_prealloc.bench.codec",
 }
 """Each module has `SUMMARY`, `COLUMNS`, `run(full)`, which gives its rows one after the other, and `missed(rows)`,
 which says which targets they miss."""

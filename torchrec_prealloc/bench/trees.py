@@ -29,6 +29,8 @@ from torchrec_prealloc.batch_types import Kind
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.transfer import TransferEngine
 
+SUMMARY = "finding a batch's tensors and rebuilding it, beside torch's pytree"
+
 ROUNDS = 100
 
 STEPS = {"find": "find", "flatten": "tree_flatten", "rebuild": "rebuild", "unflatten": "tree_unflatten"}
@@ -66,10 +68,12 @@ class Targets:
 
 
 TARGETS = Targets()
+missed = TARGETS.missed
 
 
-def run(rounds: int = ROUNDS) -> list[Row]:
-    """One row for each batch: medians of `rounds`, with the least and the most."""
+def run(full: bool = False, rounds: int = ROUNDS) -> list[Row]:
+    """One row for each batch: medians of `rounds`, of ten times as many where `full`, with the least and the most."""
+    rounds *= 10 if full else 1
     return [_row(name, batch, same, rounds) for name, (batch, same) in _batches().items()]
 
 
