@@ -25,7 +25,7 @@ from torchrec.distributed.test_utils.model_input import ModelInput
 from torchrec_prealloc import packed_kind
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.layout import ALIGNMENT
-from torchrec_prealloc.pack import APART_BYTES, SECTION_BYTES, PackedBatch, pack
+from torchrec_prealloc.pack import SECTION_BYTES, SHARED_BYTES, PackedBatch, pack
 from torchrec_prealloc.plain import is_plain
 from torchrec_prealloc.transfer import TransferEngine
 
@@ -129,7 +129,7 @@ def test_what_is_more_than_bytes_travels_apart() -> None:
 
 
 def test_large_tensors_in_shared_memory_are_not_copied() -> None:
-    shared = torch.ones(APART_BYTES // 4).share_memory_()
+    shared = torch.ones(SHARED_BYTES // 4).share_memory_()
     packed = pack([shared, torch.ones(3)])
     assert packed.apart == (shared,)
     assert packed.unpack()[0] is shared

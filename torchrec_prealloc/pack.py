@@ -17,7 +17,7 @@ import functools
 import io
 import pickle
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -34,28 +34,29 @@ from torchrec_prealloc.plain import is_plain, leaf
 
 SECTION_BYTES = PreallocConfig.direct_bytes
 """A tensor of at least this many bytes gets memory of its own on the device, as it does unpacked."""
-APART_BYTES = 1 << 20
+SHARED_BYTES = 1 << 20
 """A tensor of at least this many bytes that already is in shared memory costs less to hand over than to copy."""
 
 
 class PackedBatch:
     """A batch that was packed: `DataLoader` workers make them (`packed`), pipelines and `to_device` take them.
 
-    Attributes:
-        sections: the packed tensors' bytes (uint8, 1-D): first one for all small ones, then one for each large one.
+    Args:
+        sections: the packed tensors' bytes (uint8, 1-D): first one for all small ones, then one for each large one; or
+            what fills them.
         apart: tensors that travel as they are.
     """
 
     def __init__(
         self,
-        sections: Sequence[Tensor],
+        sections: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
         apart: Sequence[Tensor],
         code: bytes,
         globals_: tuple[Any, ...],
         dtypes: bytes,
         table: bytes,
     ) -> None:
-        self.sections = tuple(sections)
+        self._sections = sections
         self.apart = tuple(apart)
         self.code = code
         """The batch, pickled. Its references are indices into the tensors, and from the end into `globals`."""
@@ -63,6 +64,13 @@ class PackedBatch:
         self.dtypes = dtypes
         """For each tensor the index of its dtype in `DTYPES`, or `APART`."""
         self.table = table
+
+    @property
+    def sections(self) -> tuple[Tensor, ...]:
+        """Filled when they are first asked for: in a worker by the thread that sends the batch."""
+        if not isinstance(self._sections, tuple):
+            self._sections = tuple(self._sections() if callable(self._sections) else self._sections)
+        return self._sections
 
     def __len__(self) -> int:
         """Bytes in the sections."""
@@ -151,14 +159,19 @@ def pack(batch: Any) -> PackedBatch:
         coder.dump(batch)
     except REFUSALS as error:
         raise refusal({"batch": batch}, error, lambda obj: _Coder(io.BytesIO(), in_worker).dump(obj)) from error
-    inside = [is_plain(tensor) and not _stays_shared(tensor) for tensor in coder.tensors]
+    inside = [is_plain(tensor) and not _goes_apart(tensor) for tensor in coder.tensors]
     apart = [index for index, is_inside in enumerate(inside) if not is_inside]
     indices = [index for index, is_inside in enumerate(inside) if is_inside]
     tensors = [coder.tensors[index] for index in indices]
     leaves = [leaf(tensor, index) for index, tensor in enumerate(tensors)]
     segments = plan(leaves, SECTION_BYTES) or [Segment([], ALIGNMENT, direct=False)]
     segments.sort(key=lambda segment: segment.direct)
-    sections, pieces, order = _fill(segments, leaves, tensors, in_worker)
+    pieces: list[tuple[Any, ...]] = []
+    order: list[int] = []
+    for number, segment in enumerate(segments):
+        pieces += _pieces(number, segment, leaves, order)
+    # Until then the tensors must not change, just as those that a worker sends unpacked.
+    fill = functools.partial(_fill, segments, leaves, tensors, in_worker)
     order = [indices[index] for index in order] + apart
     dtypes = bytearray([APART]) * len(coder.tensors)
     for index, tensor in enumerate(coder.tensors):
@@ -166,7 +179,7 @@ def pack(batch: Any) -> PackedBatch:
             dtypes[index] = DTYPES.index(tensor.dtype)
     table = pickle.dumps((pieces, order if order != sorted(order) else None), PROTOCOL)
     return PackedBatch(
-        sections,
+        fill if in_worker else fill(),
         [coder.tensors[index] for index in apart],
         buffer.getvalue(),
         tuple(coder.globals),
@@ -175,24 +188,22 @@ def pack(batch: Any) -> PackedBatch:
     )
 
 
-def _stays_shared(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() >= APART_BYTES and tensor.is_shared()
+def _goes_apart(tensor: Tensor) -> bool:
+    nbytes = tensor.numel() * tensor.element_size()
+    return nbytes >= SHARED_BYTES and tensor.is_shared()
 
 
 def _fill(
     segments: Sequence[Segment], leaves: Sequence[Leaf], tensors: Sequence[Tensor], shared: bool
-) -> tuple[list[Tensor], list[tuple[Any, ...]], list[int]]:
-    """Copy the tensors into new memory; returns its sections, their pieces, and the piece's leaves in order."""
+) -> Sequence[Tensor]:
+    """Copy the tensors into new memory, one section for each segment."""
     sizes = [segment.nbytes for segment in segments]
     whole = _allocate(sum(sizes), shared)
     views = Views(whole)
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    pieces: list[tuple[Any, ...]] = []
-    order: list[int] = []
     start = 0
-    for number, segment in enumerate(segments):
-        pieces += _pieces(number, segment, leaves, order)
+    for segment in segments:
         for unit in segment.units:
             unit.offset += start
             first = tensors[unit.members[0]]
@@ -201,7 +212,7 @@ def _fill(
         start += segment.nbytes
     if sources:
         torch._foreach_copy_(targets, sources)
-    return list(whole.split(sizes)), pieces, order
+    return list(whole.split(sizes))
 
 
 def _pieces(number: int, segment: Segment, leaves: Sequence[Leaf], order: list[int]) -> list[tuple[Any, ...]]:

@@ -54,12 +54,14 @@ def _flatten(packed: PackedBatch) -> tuple[Sequence[Any], Any]:
 def _alone(section: Tensor) -> Tensor:
     """The same memory as a storage of its own: sections that are one storage would stay one on the device."""
     is_alone = section.untyped_storage().nbytes() == len(section)
-    return section if is_alone else torch.from_numpy(section.numpy())
+    alone = section if is_alone else torch.from_numpy(section.numpy())
+    # In words: torch copies what has few elements in one thread, and waits for no other.
+    return alone.view(torch.int64)
 
 
 def _unflatten(children: Sequence[Any], packed: PackedBatch) -> Any:
     count = len(packed.sections)
-    tensors = packed.views(children[:count], children[count:])
+    tensors = packed.views([section.view(torch.uint8) for section in children[:count]], children[count:])
     kept = _structures[packed.code, packed.dtypes, packed.globals].kept
     if kept:
         host = packed.views(packed.sections, packed.apart)

@@ -1,0 +1,208 @@
+"""Batches a second through a DataLoader's workers, packed and not, and the descriptors that they need.
+
+Both ways run in turns, with workers of their own that are started once; the main process only takes the batches. The
+batches are made beforehand, in ordinary memory, and passed on by the workers again and again: what is measured is the
+way between processes. Open descriptors are counted in the main process while it holds the batches that are on their
+way, as a pipeline does.
+
+`NEXT` is the row for what comes after: the main thread's time to send a packed batch on, beside TorchRec's in-place
+path (`ModelInput.to`) for the same batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.test_utils.model_input import ModelInput
+
+from torchrec_prealloc.bench.table import Column, Row
+from torchrec_prealloc.loader import pack
+from torchrec_prealloc.transfer import TransferEngine
+
+NAME = "loader"
+SUMMARY = "Batches a second through DataLoader workers, packed and not, and open descriptors."
+
+HELD = 3
+"""Batches that a pipeline holds at once."""
+ROUNDS, FULL_ROUNDS = 4, 15
+SECONDS = 0.3
+"""That each way runs in each round, at least."""
+MAX_BATCHES = 60
+
+COLUMNS = (
+    Column("plain", "batches/s plain", digits=1),
+    Column("packed", "batches/s packed", digits=1),
+    Column("ratio", "packed / plain", digits=2, better="high"),
+    Column("ratio_min", "packed / plain min", digits=2),
+    Column("ratio_max", "packed / plain max", digits=2),
+    Column("plain_files", "descriptors a batch, plain", digits=1, better="low"),
+    Column("packed_files", "descriptors a batch, packed", digits=1, better="low"),
+)
+
+STRESS, MANY, LARGE, JAGGED = "600 × 16 floats + 2 KJTs", "100 × 400 KB", "5 × 20 MB", "one KJT of 64 MB"
+NEXT = "main thread, packed / TorchRec in place"
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """What the figures are held to."""
+
+    stress: float = 20.0
+    many: float = 1.2
+    others: float = 0.95
+    descriptors: float = 2.0
+    main_thread: float = 0.25
+
+    def missed(self, rows: Iterable[Row]) -> list[str]:
+        """What the rows do not hold to, in words."""
+        said = []
+        for row in rows:
+            ratio = float(row.figures["ratio"] or 0)
+            if row.name == NEXT:
+                if ratio > self.main_thread:
+                    said.append(f"{row.name}: {ratio:.3f}, over {self.main_thread}")
+                continue
+            wanted = {STRESS: self.stress, MANY: self.many}.get(row.name.partition(", ")[0], self.others)
+            if ratio < wanted:
+                said.append(f"{row.name}: {ratio:.2f} times as fast, not {wanted}")
+            files = float(row.figures["packed_files"] or 0)
+            if files > self.descriptors:
+                said.append(f"{row.name}: {files:.1f} descriptors a batch, over {self.descriptors}")
+        return said
+
+
+TARGETS = Targets()
+
+
+def _stress() -> ModelInput:
+    return ModelInput(
+        float_features=torch.randn(32, 8),
+        idlist_features=_kjt(1 << 6),
+        idscore_features=_kjt(1 << 6),
+        label=torch.rand(32),
+        dummy=[torch.randn(16) for _ in range(600)],
+    )
+
+
+def _kjt(values: int) -> KeyedJaggedTensor:
+    lengths = torch.full((4 * 16,), values // 64)
+    return KeyedJaggedTensor([f"f{i}" for i in range(4)], torch.arange(values), lengths=lengths)
+
+
+BATCHES: dict[str, Callable[[], Any]] = {
+    STRESS: _stress,
+    MANY: lambda: [torch.ones(100_000) for _ in range(100)],
+    LARGE: lambda: [torch.ones(5_000_000) for _ in range(5)],
+    JAGGED: lambda: _kjt(8 << 20),
+}
+
+
+class _Again(IterableDataset[Any]):
+    """The same batch without end. Its tensors are ordinary memory: what the queue has shared is another one's."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = self._make()
+        while True:
+            yield batch
+
+
+def _copied(batch: Any) -> Any:
+    """New tensors: sharing a tensor moves it to shared memory for good, and a dataset's are new in each batch."""
+    if isinstance(batch, torch.Tensor):
+        return batch.clone()
+    if isinstance(batch, list):
+        return [_copied(item) for item in batch]
+    if isinstance(batch, KeyedJaggedTensor):
+        return KeyedJaggedTensor(batch.keys(), batch.values().clone(), lengths=batch.lengths().clone())
+    new = object.__new__(type(batch))
+    vars(new).update({name: _copied(value) if value is not None else None for name, value in vars(batch).items()})
+    return new
+
+
+def _copied_and_packed(batch: Any) -> Any:
+    return pack(_copied(batch))
+
+
+def run(full: bool = False) -> list[Row]:
+    """One row for each batch and number of workers, and one for the main thread's time."""
+    rounds = FULL_ROUNDS if full else ROUNDS
+    next_row = _next_row()
+    return [*(_row(name, make, workers, rounds) for workers in (1, 2) for name, make in BATCHES.items()), next_row]
+
+
+def _row(name: str, make: Callable[[], Any], workers: int, rounds: int) -> Row:
+    ways = {
+        key: iter(DataLoader(_Again(make), batch_size=None, collate_fn=collate, num_workers=workers))
+        for key, collate in (("plain", _copied), ("packed", _copied_and_packed))
+    }
+    speeds: dict[str, list[float]] = {key: [] for key in ways}
+    files: dict[str, float] = {}
+    for key, loader in ways.items():
+        files[key] = _descriptors(loader)
+    for _ in range(rounds):
+        for key, loader in ways.items():
+            speeds[key].append(_speed(loader, 2 * workers + 1))
+    ratios = [packed / plain for packed, plain in zip(speeds["packed"], speeds["plain"], strict=True)]
+    return Row(
+        f"{name}, {workers} worker{'s' * (workers > 1)}",
+        {
+            **{key: statistics.median(values) for key, values in speeds.items()},
+            **{f"{key}_files": count for key, count in files.items()},
+            "ratio": statistics.median(ratios),
+            "ratio_min": min(ratios),
+            "ratio_max": max(ratios),
+        },
+    )
+
+
+def _speed(loader: Iterator[Any], ahead: int) -> float:
+    for _ in range(ahead):  # made while the other way ran
+        next(loader)
+    start, count = time.perf_counter(), 0
+    while (seconds := time.perf_counter() - start) < SECONDS and count < MAX_BATCHES:
+        next(loader)
+        count += 1
+    return count / seconds
+
+
+def _descriptors(loader: Iterator[Any]) -> float:
+    """Descriptors that each held batch keeps open."""
+    next(loader)
+    before = _open_files()
+    held = deque(next(loader) for _ in range(HELD))
+    return max(0, _open_files() - before) / len(held)
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _next_row() -> Row:
+    batch, cpu = _stress(), torch.device("cpu")
+    packed, engine, stream = pack(batch), TransferEngine(cpu), torch.cpu.Stream()
+    times: dict[str, list[float]] = {"packed": [], "torchrec": []}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(300):
+            start = time.perf_counter()
+            engine.start(packed).wait()
+            between = time.perf_counter()
+            batch.to(cpu, True, stream)
+            end = time.perf_counter()
+            times["packed"].append(between - start)
+            times["torchrec"].append(end - between)
+    ratios = [ours / theirs for ours, theirs in zip(times["packed"][10:], times["torchrec"][10:], strict=True)]
+    return Row(NEXT, {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)})
