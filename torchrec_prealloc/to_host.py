@@ -153,7 +153,8 @@ class ToHost:
             for tensor, wrapped in zip(tensors, apart, strict=True)
             for part in ([tensor] if wrapped is None else wrapped[0])
         ]
-        with torch.no_grad():
+        # Below autograd: thousands of views that keep no record of what they view.
+        with torch.no_grad(), torch._C._AutoDispatchBelowADInplaceOrView():
             arrived, copied = self._start(parts)
         places = iter(arrived)
         made = [
