@@ -21,6 +21,12 @@ def _simulator_first() -> None:
         simulator.device()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_an_operator() -> None:
+    """Where pipelines compute in two threads, each would have a team of threads that spin while they wait."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""

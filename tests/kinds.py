@@ -182,6 +182,18 @@ def dense_kernel(device: torch.device) -> tuple[nn.Module, Any]:
     return sharded(device, "dense")
 
 
+OURS = ("transfer.py", "shipment.py", "buffers.py", "memory.py", "held.py", "staging.py")
+
+
+def of_batches(reports: Any) -> list[Any]:
+    """Those reports that are about a batch's memory or copies."""
+    return [report for report in reports if any(_is_ours(access.stack) for access in (report.first, report.second))]
+
+
+def _is_ours(stack: Any) -> bool:
+    return any(frame.filename.endswith(tuple("torchrec_prealloc/" + name for name in OURS)) for frame in stack)
+
+
 CURRENT = "TorchRec's class needs streams that the CPU has not"
 KINDS = {
     "base": Kind("TrainPipelineBase", unsharded),
@@ -201,7 +213,11 @@ KINDS = {
     "compiled_autograd": Kind("TrainPipelineSparseDistCompAutograd", eager_autograd),
     "hybrid": Kind("TrainEvalHybridPipelineBase"),
     "eval_cpu_sparse": Kind(
-        "EvalPipelineCPUSparse", data_parallel, on_cpu="pinned memory needs an accelerator", trains=False, dense_only=True
+        "EvalPipelineCPUSparse",
+        data_parallel,
+        on_cpu="pinned memory needs an accelerator",
+        trains=False,
+        dense_only=True,
     ),
     "threaded": Kind("TrainPipelineSparseDistT"),
     "backward_optimizer": Kind("TrainPipelineSparseDistBwdOpt", dense_kernel, lambda: {"site_fqn": "ebc"}, ranks=2),
@@ -223,4 +239,4 @@ KINDS = {
     "accumulated_base": Kind("TrainPipelineBase", unsharded, wrap=accumulating),
     "accumulated_sparse_dist": Kind("TrainPipelineSparseDist", wrap=accumulating),
 }
-__all__ = ["CPU", "KINDS", "DenseFirst", "Kind", "Model", "Staged"]
+__all__ = ["CPU", "KINDS", "DenseFirst", "Kind", "Model", "Staged", "of_batches"]
