@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from arrivals import assert_same
+from arrivals import assert_same, race_free
+from recsys import losses, make_batches, sharded
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from torchrec_prealloc import PreallocTrainPipelineSparseDist
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.loader import PackedBatch, pack, packed
 from torchrec_prealloc.transfer import TransferEngine
@@ -144,11 +147,30 @@ def test_batches_go_on_to_the_device(device: torch.device) -> None:
         assert arrived["dense"][3].device.type == device.type
 
 
+@pytest.mark.filterwarnings("ignore:batch of class PackedBatch")
+@pytest.mark.parametrize("early", [False, True], ids=["", "freed early"])
+def test_losses_are_torchrecs(early: bool, device: torch.device, one_rank: None) -> None:
+    batches = make_batches(8, wobble=True)
+    ready = batches if device.type == "cpu" else [batch.pin_memory() for batch in batches]
+    wanted = losses(TrainPipelineSparseDist(*sharded(device), device), ready)
+    options = {"free_features_storage_early": True} if early else {}
+    pipeline = PreallocTrainPipelineSparseDist(*sharded(device), device, **options)
+    with race_free(device):
+        assert losses(pipeline, map(pack, batches)) == wanted
+
+
 # What goes wrong -------------------------------------------------------------------------------------------------
 
 
 def raises(samples: Any) -> Any:
     raise KeyError("no such column")
+
+
+def alone(statement: str) -> subprocess.CompletedProcess[str]:
+    """Run a statement in a process of its own."""
+    script = f"from test_loader import *; {statement}"
+    here = Path(__file__).parent
+    return subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=300)
 
 
 class Dies(Made):
@@ -174,9 +196,8 @@ def test_a_collate_that_raises(workers: int) -> None:
 
 
 def test_a_worker_that_dies() -> None:
-    # In a process of its own: the loader's signal handler raises wherever Python happens to be.
-    script = "from test_loader import *; list(DataLoader(Dies(), batch_size=None, collate_fn=pack, num_workers=1))"
-    ran = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True)
+    # The loader's signal handler raises wherever Python happens to be.
+    ran = alone("list(DataLoader(Dies(), batch_size=None, collate_fn=pack, num_workers=1))")
     assert ran.returncode == 1
     assert "RuntimeError: DataLoader worker (pid" in ran.stderr, ran.stderr
 
@@ -223,26 +244,39 @@ class Wide(Made):
 
 
 def soak(count: int) -> None:
-    shared = Path("/dev/shm")
-    before = {path.name for path in shared.iterdir()} if shared.exists() else set()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        loader = DataLoader(Wide(count), batch_size=None, collate_fn=pack, num_workers=2)
-        for index, batch in enumerate(loader):
-            tensors = batch.unpack()
-            assert float(tensors[0][0]) == float(tensors[99][15]) == index
-        assert index == count - 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    after = {path.name for path in shared.iterdir()} if shared.exists() else set()
-    assert not [name for name in after - before if name.startswith(f"torch_{os.getpid()}")]
+    for index, batch in enumerate(DataLoader(Wide(count), batch_size=None, collate_fn=pack, num_workers=2)):
+        tensors = batch.unpack()
+        assert float(tensors[0][0]) == float(tensors[99][15]) == index
+    assert index == count - 1
+
+
+def soaks(count: int) -> None:
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.exists() else set()
+    ran = alone(f"soak({count})")
+    assert ran.returncode == 0, ran.stderr
+    after = set(shared.iterdir()) if shared.exists() else set()
+    assert not [path for path in after - before if path.name.startswith("torch_")]
 
 
 def test_a_short_soak() -> None:
-    soak(300)
+    soaks(300)
 
 
 @pytest.mark.long
 def test_a_soak() -> None:
-    soak(5000)
+    soaks(5000)
+
+
+def test_unpacked_the_soak_runs_out_of_descriptors() -> None:
+    ran = alone("soak_unpacked()")
+    assert ran.returncode != 0
+    assert "Too many open files" in ran.stderr or "received 0 items of ancdata" in ran.stderr
+
+
+def soak_unpacked() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    list(DataLoader(Wide(20), batch_size=None, num_workers=2))

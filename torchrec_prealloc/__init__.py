@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_prealloc.checkpoint import CheckpointError, PinnedStager, as_numpy, async_save, save, train_state
     from torchrec_prealloc.codec import CodecError, dumps_all, loads_all
     from torchrec_prealloc.config import ConfigError, PreallocConfig, add_prealloc_flags, build_pipeline
+    from torchrec_prealloc.loader import PackedBatch, pack, packed
     from torchrec_prealloc.one_batch import to_device
     from torchrec_prealloc.own_copies import PreallocStage
     from torchrec_prealloc.pipelines import PipelineError, prealloc_pipeline
@@ -33,6 +34,7 @@ __all__ = [
     "Encoder",
     "HostCopy",
     "MissingError",
+    "PackedBatch",
     "PinnedStager",
     "PipelineError",
     "PreallocConfig",
@@ -46,6 +48,8 @@ __all__ = [
     "build_pipeline",
     "dumps_all",
     "loads_all",
+    "pack",
+    "packed",
     "prealloc_pipeline",
     "register_batch_type",
     "save",
@@ -59,6 +63,7 @@ _MODULES = {
     "checkpoint": ("CheckpointError", "PinnedStager", "as_numpy", "async_save", "save", "train_state"),
     "codec": ("CodecError", "dumps_all", "loads_all"),
     "config": ("ConfigError", "PreallocConfig", "add_prealloc_flags", "build_pipeline"),
+    "loader": ("PackedBatch", "pack", "packed"),
     "own_copies": ("PreallocStage",),
     "pipelines": ("PipelineError", "prealloc_pipeline"),
     "stream": ("Decoder", "Encoder", "MissingError"),

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from torchrec_prealloc.pack import PackedBatch, pack
+from torchrec_prealloc.packing import PackedBatch, pack
 
 __all__ = ["PackedBatch", "pack", "packed"]
 

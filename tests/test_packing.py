@@ -25,7 +25,7 @@ from torchrec.distributed.test_utils.model_input import ModelInput
 from torchrec_prealloc import packed_kind
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.layout import ALIGNMENT
-from torchrec_prealloc.pack import SECTION_BYTES, SHARED_BYTES, PackedBatch, pack
+from torchrec_prealloc.packing import SECTION_BYTES, SHARED_BYTES, PackedBatch, pack
 from torchrec_prealloc.plain import is_plain
 from torchrec_prealloc.transfer import TransferEngine
 
