@@ -142,6 +142,7 @@ def _from_whole(whole: Tensor, sizes: tuple[int, ...], *rest: Any) -> PackedBatc
 # Packing ---------------------------------------------------------------------------------------------------------
 
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 APART = 255
 
 
@@ -159,7 +160,8 @@ def pack(batch: Any) -> PackedBatch:
         coder.dump(batch)
     except REFUSALS as error:
         raise refusal({"batch": batch}, error, lambda obj: _Coder(io.BytesIO(), in_worker).dump(obj)) from error
-    inside = [is_plain(tensor) and not _goes_apart(tensor) for tensor in coder.tensors]
+    dtypes = bytes(_NUMBERS[tensor.dtype] if is_plain(tensor) else APART for tensor in coder.tensors)
+    inside = [dtype != APART and not _goes_apart(tensor) for tensor, dtype in zip(coder.tensors, dtypes, strict=True)]
     apart = [index for index, is_inside in enumerate(inside) if not is_inside]
     indices = [index for index, is_inside in enumerate(inside) if is_inside]
     tensors = [coder.tensors[index] for index in indices]
@@ -173,17 +175,13 @@ def pack(batch: Any) -> PackedBatch:
     # Until then the tensors must not change, just as those that a worker sends unpacked.
     fill = functools.partial(_fill, segments, leaves, tensors, in_worker)
     order = [indices[index] for index in order] + apart
-    dtypes = bytearray([APART]) * len(coder.tensors)
-    for index, tensor in enumerate(coder.tensors):
-        if is_plain(tensor):
-            dtypes[index] = DTYPES.index(tensor.dtype)
     table = pickle.dumps((pieces, order if order != sorted(order) else None), PROTOCOL)
     return PackedBatch(
         fill if in_worker else fill(),
         [coder.tensors[index] for index in apart],
         buffer.getvalue(),
         tuple(coder.globals),
-        bytes(dtypes),
+        dtypes,
         table,
     )
 
@@ -234,7 +232,7 @@ def _pieces(number: int, segment: Segment, leaves: Sequence[Leaf], order: list[i
 
 def _piece(number: int, offset: int, step: int, count: int, index: int, leaves: Sequence[Leaf]) -> tuple[Any, ...]:
     dtype, shape, strides = leaves[index].form
-    return number, offset, step, count, DTYPES.index(dtype), tuple(shape), tuple(strides)
+    return number, offset, step, count, _NUMBERS[dtype], tuple(shape), tuple(strides)
 
 
 def _allocate(nbytes: int, shared: bool) -> Tensor:
