@@ -22,6 +22,7 @@ from torchrec.distributed.test_utils.model_input import ModelInput
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.packing import pack
 from torchrec_prealloc.transfer import TransferEngine
 
 SUMMARY = "one batch to the device: main-thread time and operations, ours beside others"
@@ -135,11 +136,9 @@ def _tensordict_way(tensors: list[Tensor], device: torch.device) -> Callable[[],
 
 
 def _packed_way(batch: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
-    try:
-        from torchrec_prealloc.loader import pack
-    except ImportError:
-        return {}
     engine, packed = TransferEngine(device), pack(batch)
+    if device.type == "cuda":
+        packed = packed.pin_memory()
     return {PACKED: lambda: engine.start(packed).wait()}
 
 
