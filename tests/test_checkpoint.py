@@ -145,6 +145,22 @@ def test_deferred_is_the_caller_s_to_wait_for(simulated_accelerator: torch.devic
     stager.close()
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_change_right_after_the_call_races_only_when_deferred(
+    deferred: bool, simulated_accelerator: torch.device
+) -> None:
+    stager = PinnedStager(deferred=deferred)
+    before: Future[None] = Future()  # keeps the stager's own thread from waiting for the copies
+    with simulator.checked(schedule="lazy", raise_on_report=False) as run:
+        state = a_state(simulated_accelerator)
+        staged = stager.stage(state, after=before)
+        change(state)
+        before.set_result(None)
+        staged.result()
+    assert bool(run.reports) == deferred
+    stager.close()
+
+
 def test_synchronize_staging_lets_every_stream_change_the_state(simulated_accelerator: torch.device) -> None:
     stager = PinnedStager(deferred=True)
     with simulator.checked(schedule="lazy"):
