@@ -289,6 +289,13 @@ def test_a_structure_that_changes(device: torch.device) -> None:
     assert len(packed_kind._structures) <= packed_kind.REMEMBERED
 
 
+def test_what_was_looked_up_on_the_host_is_forgotten(device: torch.device) -> None:
+    kjt = JAGGED["lengths"]()
+    kjt.to_dict()
+    for _ in range(2):
+        assert send(pack([kjt]), device)[0]._jt_dict is None
+
+
 def test_sizes_that_change_are_one_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     packed_kind._structures.clear()
     engine = engine_for(CPU)

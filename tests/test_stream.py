@@ -115,3 +115,15 @@ def test_a_refused_message_changes_nothing() -> None:
     with pytest.raises(CodecError, match="generator"):
         encoder.dumps([batch(0), (x for x in ())])
     assert decoder.loads(encoder.dumps(batch(1))) == batch(1)
+
+
+def test_beside_a_cycle_objects_are_shared() -> None:
+    encoder, decoder = Encoder(), Decoder()
+    shared = {"rows": 1}
+    arrived = []
+    for step in range(2):
+        cycle: list[Any] = [step, shared]
+        cycle.append(cycle)
+        arrived.append(decoder.loads(encoder.dumps({"cycle": cycle, "shared": shared})))
+    assert arrived[0]["shared"] is arrived[0]["cycle"][1] is arrived[1]["shared"] is arrived[1]["cycle"][1]
+    assert arrived[1]["cycle"][2] is arrived[1]["cycle"]
