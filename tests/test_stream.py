@@ -123,7 +123,7 @@ def test_beside_a_cycle_objects_are_shared() -> None:
     arrived = []
     for step in range(2):
         cycle: list[Any] = [step, shared]
-        cycle.append(cycle)
+        cycle.append([cycle])
         arrived.append(decoder.loads(encoder.dumps({"cycle": cycle, "shared": shared})))
     assert arrived[0]["shared"] is arrived[0]["cycle"][1] is arrived[1]["shared"] is arrived[1]["cycle"][1]
-    assert arrived[1]["cycle"][2] is arrived[1]["cycle"]
+    assert arrived[1]["cycle"][2][0] is arrived[1]["cycle"]
