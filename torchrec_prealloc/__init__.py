@@ -5,6 +5,7 @@ before anything asks for an accelerator, do not wait for TorchRec.
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from torchrec_prealloc.versions import PIPELINES
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torchrec_prealloc.checkpoint import CheckpointError, PinnedStager, as_numpy, async_save, save, train_state
     from torchrec_prealloc.codec import CodecError, dumps_all, loads_all
     from torchrec_prealloc.config import ConfigError, PreallocConfig, add_prealloc_flags, build_pipeline
+    from torchrec_prealloc.launch import disable, enable
     from torchrec_prealloc.loader import PackedBatch, pack, packed
     from torchrec_prealloc.one_batch import to_device
     from torchrec_prealloc.own_copies import PreallocStage
@@ -46,7 +48,9 @@ __all__ = [
     "as_numpy",
     "async_save",
     "build_pipeline",
+    "disable",
     "dumps_all",
+    "enable",
     "loads_all",
     "pack",
     "packed",
@@ -64,6 +68,7 @@ _MODULES = {
     "codec": ("CodecError", "dumps_all", "loads_all"),
     "config": ("ConfigError", "PreallocConfig", "add_prealloc_flags", "build_pipeline"),
     "loader": ("PackedBatch", "pack", "packed"),
+    "launch": ("disable", "enable"),
     "own_copies": ("PreallocStage",),
     "pipelines": ("PipelineError", "prealloc_pipeline"),
     "stream": ("Decoder", "Encoder", "MissingError"),
@@ -89,3 +94,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__, *_PIPELINES]
+
+
+if os.environ.get("TORCHREC_PREALLOC") == "1":
+    importlib.import_module(f"{__name__}.launch").arm()

@@ -11,9 +11,10 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # slow to import, and a command's --help has our flags
+    import torch
 
 
 class ConfigError(ValueError):
@@ -184,7 +185,9 @@ def pipeline_class(section: Mapping[str, Any]) -> type:
         raise ConfigError(f"pipeline._target_: cannot import {module_name or target}: {error}") from None
     try:
         cls = getattr(module, name)
-    except AttributeError:
+    except AttributeError as error:
+        if "TorchRec" in str(error):  # one of ours whose base this TorchRec has not
+            raise ConfigError(f"pipeline._target_: {target}: {error}") from None
         near = _did_you_mean(name, [key for key in dir(module) if "Pipeline" in key])
         raise ConfigError(f"pipeline._target_: {module_name} has no {name}{near}") from None
     if not (isinstance(cls, type) and issubclass(cls, TrainPipeline)):

@@ -23,9 +23,7 @@ class PreallocStages(PreallocPipeline):
     """
 
     def __init__(self, pipeline_stages: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-        stages = [
-            dataclasses.replace(stage, runnable=_rebinding.callable(stage.runnable)) for stage in pipeline_stages
-        ]
+        stages = [dataclasses.replace(stage, runnable=_rebinding.callable(stage.runnable)) for stage in pipeline_stages]
         super().__init__(stages, *args, **kwargs)
 
     def _place(self) -> tuple[torch.device, Any]:

@@ -42,6 +42,11 @@ class Rebinding:
         self._subclasses: dict[type, type] = {}
         self._entered: set[int] = set()
 
+    @property
+    def made(self) -> set[type]:
+        """The subclasses made so far."""
+        return {made for cls, made in self._subclasses.items() if made is not cls}
+
     def callable(self, runnable: Any) -> Any:
         """A function, a `functools.partial` or a bound method, made again; anything else as it is."""
         if runnable in self._replaced:
