@@ -87,6 +87,7 @@ def _peak_of(figures: Mapping[str, Figure | None]) -> float:
 
 
 TARGETS = Targets()
+missed = TARGETS.missed
 
 
 def a_state(nbytes: int, device: torch.device) -> dict[str, Tensor]:

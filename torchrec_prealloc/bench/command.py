@@ -18,6 +18,8 @@ BENCHMARKS = {
     "transfer": "torchrec_prealloc.bench.transfer",
     "trees": "torchrec_prealloc.bench.trees",
     "codec": "torchrec_prealloc.bench.codec",
+    "loader": "torchrec_prealloc.bench.loader",
+    "checkpoint": "torchrec_prealloc.bench.checkpoint",
 }
 """Each module has `SUMMARY`, `COLUMNS`, `run(full)`, which gives its rows one after the other, and `missed(rows)`,
 which says which targets they miss."""

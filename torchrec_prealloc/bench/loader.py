@@ -82,6 +82,7 @@ class Targets:
 
 
 TARGETS = Targets()
+missed = TARGETS.missed
 
 
 def _stress() -> ModelInput:
