@@ -50,7 +50,7 @@ EXTRAS_REQUIRE = {
     # distribution recbole, which is not listed: it is used as a box of files, never imported, and its own requirements
     # (ray<=2.6.3 among them) cannot be installed on Python 3.12 and newer. `pip install --no-deps recbole` beside it.
     "demo": ["matplotlib>=3.6,<4"],
-    # The simulator calls the C++ compiler itself, and needs no distribution: the extra is there so that it can be named.
+    # The simulator calls the C++ compiler itself, and needs no distribution; the extra is there to be named.
     "simulator": [],
     "test": [
         "pytest>=8,<10",

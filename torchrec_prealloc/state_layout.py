@@ -33,7 +33,8 @@ def is_strided(tensor: Tensor) -> bool:
     )
 
 
-class Alone(NamedTuple):
+@dataclass(frozen=True)
+class Alone:
     """One tensor, one transfer."""
 
     index: int

@@ -1,8 +1,8 @@
 """The engine: device memory from the main stream, filled in place on a side stream, waited for by its readers.
 
-The only module that touches streams and events, and it gets them from `torch.get_device_module(device)`: CUDA, MTIA,
-XPU, NPU and the simulator are the same to it. A device without streams (the CPU) runs the same code with nothing to
-wait for.
+With `to_host.py` the only module that touches streams and events, and it gets them from
+`torch.get_device_module(device)`: CUDA, MTIA, XPU, NPU and the simulator are the same to it. A device without streams
+(the CPU) runs the same code with nothing to wait for.
 
 The life of one batch: `TransferEngine.start` takes it apart, allocates its arenas on the *owner* stream (the one that
 is current where the batch will be used), gathers what is small into pinned staging memory, queues the copies on the

@@ -22,10 +22,10 @@ def taken_apart(tensor: Tensor) -> tuple[list[Tensor], Rebuild]:
     """
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor.detach() for shard in tensor.local_shards()], lambda parts: _sharded(tensor, parts)
-    tensor = _arrived(tensor.detach())
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor], lambda parts: parts[0]
-    return _wrapper(tensor)
+    arrived: Any = _arrived(tensor.detach())
+    if not is_traceable_wrapper_subclass(arrived):
+        return [arrived], lambda parts: parts[0]
+    return _wrapper(arrived)
 
 
 def _arrived(tensor: Tensor) -> Tensor:
