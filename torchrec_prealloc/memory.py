@@ -38,7 +38,8 @@ class Memory:
         self.held = HeldTensors()
         self.ring = Ring(device, config.size_rounding, config.ring_slots, record) if config.buffers == "ring" else None
         self._device = device
-        self._divisions = config.size_rounding
+        # The CPU's allocator keeps no blocks by size: rounding would only touch more pages.
+        self._divisions = config.size_rounding if device.type != "cpu" else 0
         self._describe = describe
         self._owner: Any = None
 
