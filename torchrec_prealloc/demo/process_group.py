@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -16,7 +17,7 @@ def process_group() -> Iterator[torch.device]:
     """Set up the default process group, give this rank's device, and take the group down again.
 
     NCCL on a GPU (one each rank of a machine), gloo on a CPU. Without torchrun the group has one rank, which meets
-    itself in memory and needs no port.
+    itself in memory and needs no port. Several ranks on CPUs end here, when the block has ended well.
     """
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -26,8 +27,22 @@ def process_group() -> Iterator[torch.device]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield device
+        if dist.get_world_size() > 1 and backend == "gloo":
+            _leave()
     finally:
         dist.destroy_process_group()
+
+
+def _leave() -> None:
+    """End this rank's process with success, once all ranks are done.
+
+    gloo's threads abort some processes on their way out ("terminate called without an active exception"), with
+    TorchRec's pipelines alone as well.
+    """
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def gather(value: T) -> list[T]:
