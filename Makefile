@@ -5,7 +5,7 @@
 #   make demo ARGS="--steps 100"   arguments of the command
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint clean set-up
+.PHONY: help demo test test-long test-versions lint clean set-up
 
 # Nobody who made .venv with PYTHON=... should have to repeat it: where it is not given, the .venv that is there decides.
 ifeq ($(PYTHON),)
@@ -26,6 +26,9 @@ test: lint  ## Lint, then the tests that take seconds (ARGS="-k name ...")
 
 test-long: set-up  ## The tests that take minutes
 	@$(INSIDE) .venv/bin/python -m pytest -m long $(ARGS)
+
+test-versions: set-up  ## The pipelines' tests with each TorchRec from 1.2 to 1.9 (ARGS="--fast", ARGS="1.4.0 1.7.0")
+	@$(INSIDE) .venv/bin/python .ci/test_versions.py $(ARGS)
 
 lint: set-up  ## ruff and mypy
 	@$(INSIDE) .venv/bin/ruff check .

@@ -16,7 +16,7 @@ from torchrec_prealloc import versions
 from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
-CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device")
+CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Kind:
     """Whether the class names `torch.cuda` whatever its device."""
     wrap: Callable[[Any, nn.Module, Any], Any] = lambda pipeline, model, optimizer: pipeline
     dense_only: bool = False
+    since: str = "1.2"
+    """The first TorchRec whose class runs with the torch that is installed."""
     ranks: int = 1
     """How many ranks it takes at least."""
     lookup_races: bool = False
@@ -40,6 +42,9 @@ class Kind:
 
     def theirs(self) -> Any:
         """TorchRec's class; skips the test where the installed TorchRec lacks it."""
+        installed = versions.installed_version()
+        if not versions.at_least(self.since, installed):
+            pytest.skip(f"{self.cls} of TorchRec {installed} does not run with torch {torch.__version__}")
         try:
             return versions.pipeline_class(self.cls)
         except AttributeError as absent:
@@ -100,7 +105,10 @@ class Staged:
     def __init__(
         self, cls: Any, model: nn.Module, optimizer: Any, device: torch.device, runnable: Any = None, **options: Any
     ) -> None:
-        from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
+        try:
+            from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil
+        except ImportError:  # until TorchRec 1.2
+            from torchrec.distributed.train_pipeline.utils import PipelineStage, SparseDataDistUtil
 
         module = torch.get_device_module(device)
         self.model, self.optimizer = model, optimizer
@@ -194,6 +202,7 @@ def _is_ours(stack: Any) -> bool:
     return any(frame.filename.endswith(tuple("torchrec_prealloc/" + name for name in OURS)) for frame in stack)
 
 
+OLD = not versions.at_least("1.3", versions.installed_version())
 CURRENT = "TorchRec's class needs streams that the CPU has not"
 KINDS = {
     "base": Kind("TrainPipelineBase", unsharded),
@@ -204,13 +213,15 @@ KINDS = {
     "fused_current": Kind(
         "TrainPipelineFusedSparseDist", options=lambda: {"emb_lookup_stream": "current"}, on_cpu=CURRENT
     ),
-    "semi_sync": Kind("TrainPipelineSemiSync", on_cpu=CURRENT),
-    "semi_sync_from_0": Kind("TrainPipelineSemiSync", options=lambda: {"start_batch": 0}, on_cpu=CURRENT),
+    "semi_sync": Kind("TrainPipelineSemiSync", on_cpu=CURRENT, names_cuda=OLD),
+    "semi_sync_from_0": Kind(
+        "TrainPipelineSemiSync", options=lambda: {"start_batch": 0}, on_cpu=CURRENT, names_cuda=OLD
+    ),
     "prefetch": Kind("PrefetchTrainPipelineSparseDist", on_cpu="its context is lost there"),
     "eval": Kind("EvalPipelineSparseDist", trains=False),
     "eval_fused": Kind("EvalPipelineFusedSparseDist", on_cpu=CURRENT, trains=False, lookup_races=True),
     "staged": Kind("StagedTrainPipeline", on_cpu=CURRENT),
-    "compiled_autograd": Kind("TrainPipelineSparseDistCompAutograd", eager_autograd),
+    "compiled_autograd": Kind("TrainPipelineSparseDistCompAutograd", eager_autograd, since="1.7"),
     "hybrid": Kind("TrainEvalHybridPipelineBase"),
     "eval_cpu_sparse": Kind(
         "EvalPipelineCPUSparse",

@@ -35,8 +35,13 @@ def test_on_the_cpu_outputs_equal_torchrecs(kind: Kind, mode: str) -> None:
 def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
     kind: Kind, mode: str, simulated_accelerator: torch.device
 ) -> None:
-    with simulator.checked(raise_on_report=False) as theirs:
-        expected = kind.run(kind.theirs(), simulated_accelerator, STEPS, mode)
+    try:
+        with simulator.checked(raise_on_report=False) as theirs:
+            expected = kind.run(kind.theirs(), simulated_accelerator, STEPS, mode)
+    except RuntimeError as error:
+        with pytest.raises(type(error)):
+            kind.run(kind.ours(), simulated_accelerator, STEPS, mode)
+        pytest.skip(f"{kind.cls} of TorchRec {versions.installed_version()} itself fails: {error}")
     assert len(expected) == len(set(expected)) == STEPS
     assert not kind.lookup_races or theirs.reports
     for schedule, seed in SCHEDULES:
@@ -48,7 +53,7 @@ def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
 
 def test_each_kind_copies_in_our_way(simulated_accelerator: torch.device) -> None:
     for kind in (kind for kind in KINDS.values() if kind.ranks == 1):
-        if kind.cls in versions.available():
+        if kind.cls in versions.available() and versions.at_least(kind.since, versions.installed_version()):
             pipeline = kind.build(kind.ours(), simulated_accelerator)
             with kind.names(simulated_accelerator):
                 pipeline.progress(iter(kind.batches(3, simulated_accelerator)))

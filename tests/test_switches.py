@@ -99,15 +99,18 @@ def test_a_switch_gives_torchrecs_outputs_on_the_cpu(kind: Kind, switch: str) ->
     assert outcome(kind, kind.ours(), CPU, 6, ours) == outcome(kind, kind.theirs(), CPU, 6, theirs)
 
 
-def test_only_the_eval_pipeline_fails_with_a_switch_and_does_so_in_torchrec() -> None:
-    """It starts the first batch's input dist twice, after the first of which the features are gone."""
+def test_switches_that_fail_are_known_and_do_so_in_torchrec() -> None:
+    """The eval pipeline starts the first batch's input dist twice, after the first of which the features are gone."""
     failing = {
         (kind.cls, switch)
         for kind, switch in (case.values for case in CASES)
         if not kind.on_cpu and kind.cls in versions.available()
         if isinstance(outcome(kind, kind.theirs(), CPU, 3, switched(kind, switch)[1]), type)
     }
-    assert failing <= {("EvalPipelineSparseDist", "free_features_storage_early")}
+    known = {("EvalPipelineSparseDist", "free_features_storage_early")}
+    if versions.installed_version().startswith("1.6"):
+        known.add(("EvalPipelineFusedSparseDist", "pipeline_postproc"))
+    assert failing <= known
 
 
 class InPlace(Pipelineable):  # type: ignore[misc]
@@ -188,20 +191,21 @@ def test_semi_sync_in_place_races_in_torchrec_and_not_in_ours(simulated_accelera
 HAVE_DETACH = ("sparse_dist", "sparse_dist_lite", "fused_current", "semi_sync", "threaded", "hybrid")
 
 
-def scripted(kind: Kind, cls: Any, device: torch.device, script: str) -> list[float]:
+def scripted(kind: Kind, cls: Any, device: torch.device, script: str) -> list[Any]:
     """Some steps, something in between, some more steps."""
     pipeline = kind.build(cls, device)
     first, second = kind.batches(8, device), kind.batches(6, device, seed=2)
-    iterator, losses = iter(first), []
+    iterator, losses = iter(first), list[Any]()
 
     def step(count: int) -> None:
         for _ in range(count):
             try:
                 losses.append(pipeline.progress(iterator)[0])
-            except StopIteration:
-                losses.append(torch.tensor(-1.0))
+            except Exception as error:
+                losses.append(type(error))
 
-    step(3)
+    with kind.names(device):
+        step(3)
     if script in ("detach", "detach and forward"):
         model = pipeline.detach()
         if script == "detach and forward":
@@ -211,8 +215,9 @@ def scripted(kind: Kind, cls: Any, device: torch.device, script: str) -> list[fl
         pipeline.reset()
     if script != "detach":
         iterator = iter(second)
-    step(12)
-    return [float(loss) for loss in losses]
+    with kind.names(device):
+        step(12)
+    return [float(loss) if isinstance(loss, torch.Tensor) else loss for loss in losses]
 
 
 @pytest.mark.parametrize("script", ["new iterator", "reset", "detach", "detach and forward"])

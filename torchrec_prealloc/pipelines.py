@@ -186,7 +186,16 @@ class _Travelling:
         return self
 
     def __next__(self) -> _Traveller:
-        return _Traveller(next(self._batches), self._call, self._thread())
+        thread = self._thread()
+        try:
+            return _Traveller(next(self._batches), self._call, thread)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if thread is None or hasattr(thread, "_exception"):
+                raise  # TorchRec hands it over, or tries again
+            thread._prealloc_error = error  # its older threads would end, and leave the consumer waiting
+            raise StopIteration from None
 
 
 class _Traveller:

@@ -1,0 +1,289 @@
+"""What goes wrong goes wrong as with TorchRec's pipelines, and leaves nothing behind: no memory, no thread."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kinds import CPU, KINDS, Kind
+from recsys import Model, make_batches, pinned
+from torchrec.distributed.train_pipeline import DataLoadingThread
+
+from torchrec_prealloc import simulator
+
+pytestmark = pytest.mark.usefixtures("one_rank", "_frozen")
+NAMES = [name for name, kind in KINDS.items() if kind.ranks == 1 and not kind.names_cuda]
+HANDS_OVER = "_exception" in inspect.getsource(DataLoadingThread)
+"""Whether TorchRec's loading thread tells its consumer when the loader raises; older ones let it wait forever."""
+
+
+@pytest.fixture(scope="module")
+def _frozen() -> Iterator[None]:
+    """Collecting garbage looks at what the tests have made, not at torch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def kind_on(name: str, device: torch.device) -> Kind:
+    kind = KINDS[name]
+    kind.theirs()
+    if device == CPU and kind.on_cpu:
+        pytest.skip(f"{kind.cls} on a CPU device: {kind.on_cpu}")
+    return kind
+
+
+def trace(pipeline: Any, iterator: Iterator[Any], calls: int) -> list[Any]:
+    """Losses and exceptions of so many calls of `progress`. The losses are read at the end."""
+    seen: list[Any] = []
+    for _ in range(calls):
+        try:
+            seen.append(pipeline.progress(iterator)[0])
+        except BaseException as error:
+            seen.append((type(error), str(error)[:60]))
+    return [float(entry) if isinstance(entry, torch.Tensor) else entry for entry in seen]
+
+
+def reset(pipeline: Any) -> None:
+    with contextlib.suppress(AttributeError):
+        pipeline.reset()
+
+
+def left(device: torch.device) -> tuple[int, int, int]:
+    """Bytes on the device, pinned bytes, and threads that load or copy."""
+    for _ in range(2):
+        gc.collect()
+    deadline = time.monotonic() + 5
+    while (count := len(_threads())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if device == CPU:
+        return 0, 0, count
+    torch.get_device_module(device).synchronize()
+    gc.collect()
+    stats = simulator.stats()
+    return stats.devices[device.index].allocated, stats.pinned.allocated, count
+
+
+def _threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(("DataLoading", "inplace_copy"))]
+
+
+def failing(kind: Kind, device: torch.device, fail_at: int, error: BaseException) -> Iterator[Any]:
+    for number, batch in enumerate(kind.batches(6, device)):
+        if number == fail_at:
+            raise error
+        yield batch
+
+
+def checked(device: torch.device) -> Any:
+    return contextlib.nullcontext() if device == CPU else simulator.checked("random", 11, raise_on_report=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loader_that_raises_at_each_step(name: str, device: torch.device) -> None:
+    kind = kind_on(name, device)
+    if "Eval" in kind.cls and "Sparse" in kind.cls and not HANDS_OVER:
+        pytest.skip("this TorchRec's loading thread ends when the loader raises, and its consumer waits forever")
+
+    def run(cls: Any, fail_at: int) -> list[Any]:
+        pipeline = kind.build(cls, device)
+        with kind.names(device):
+            seen = trace(pipeline, failing(kind, device, fail_at, OSError("cannot be read")), fail_at + 2)
+            reset(pipeline)
+            seen += trace(pipeline, iter(kind.batches(3, device, seed=2)), 4)
+        reset(pipeline)
+        return seen
+
+    before = left(device)
+    with checked(device):
+        expected = [run(kind.theirs(), fail_at) for fail_at in range(6)]
+    torchrecs = left(device)
+    with checked(device):
+        seen = [run(kind.ours(), fail_at) for fail_at in range(6)]
+    ours = left(device)
+    assert all((OSError, "cannot be read") in entries for entries in seen)
+    assert seen == expected
+    assert ours[2] == 0
+    # What TorchRec's leaves (with compiled autograd: what was compiled), ours may leave; with most that is nothing.
+    may_stay = [after - start for after, start in zip(torchrecs, before, strict=True)]
+    assert all(now - after <= most for now, after, most in zip(ours, torchrecs, may_stay, strict=True))
+    assert may_stay[0] == 0 or kind.cls.endswith("CompAutograd")
+
+
+def test_an_older_loading_thread_hands_over_what_the_loader_raises(device: torch.device) -> None:
+    if HANDS_OVER:
+        pytest.skip("this TorchRec's does so itself")
+    kind = kind_on("eval", device)
+    pipeline = kind.build(kind.ours(), device)
+    seen = trace(pipeline, failing(kind, device, 2, OSError("cannot be read")), 3)
+    assert (OSError, "cannot be read") in seen
+
+
+class CannotMove:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        raise OSError("cannot be moved")
+
+
+def test_a_batch_that_cannot_be_moved_does_not_leave_the_consumer_of_a_thread_waiting(device: torch.device) -> None:
+    """In TorchRec's thread the exception is lost, and `progress` never returns."""
+    kind = kind_on("eval", device)
+    pipeline = kind.build(kind.ours(), device)
+    assert trace(pipeline, iter([CannotMove()]), 1) == [(OSError, "cannot be moved")]
+    reset(pipeline)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("bad batch")], ids=["ctrl-c", "error"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_forward_that_raises_and_is_tried_again(name: str, error: BaseException, device: torch.device) -> None:
+    kind = kind_on(name, device)
+    if kind.cls == "TrainPipelinePT2":
+        pytest.skip("the batch is lost in TorchRec's too: nothing to try again")
+
+    def run(cls: Any) -> list[Any]:
+        pipeline = kind.build(cls, device)
+        iterator, forward, countdown = iter(kind.batches(8, device)), Model.forward, [3]
+
+        def once(self: Model, batch: Any) -> Any:
+            countdown[0] -= 1
+            if countdown[0] == 0:
+                raise error
+            return forward(self, batch)
+
+        with pytest.MonkeyPatch.context() as patch, kind.names(device):
+            patch.setattr(Model, "forward", once)
+            seen = trace(pipeline, iterator, 10)
+        reset(pipeline)
+        return seen
+
+    with checked(device):
+        expected = run(kind.theirs())
+    with checked(device) as ours:
+        seen = run(kind.ours())
+    assert seen == expected
+    assert any(isinstance(entry, tuple) and entry[0] is type(error) for entry in seen)
+    assert left(device)[2] == 0
+    if device != CPU and not kind.lookup_races:
+        assert not ours.reports
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_progress_after_the_end(name: str, device: torch.device) -> None:
+    kind = kind_on(name, device)
+    seen = []
+    for cls in (kind.theirs(), kind.ours()):
+        pipeline = kind.build(cls, device)
+        with checked(device), kind.names(device):
+            seen.append(trace(pipeline, iter(kind.batches(2, device)), 5))
+        reset(pipeline)
+    assert seen[1] == seen[0]
+    assert seen[1][2:] == [(StopIteration, "")] * 3
+
+
+@pytest.mark.parametrize("name", ["base", "sparse_dist", "semi_sync", "threaded", "hybrid"])
+def test_two_pipelines_over_one_model(name: str, device: torch.device) -> None:
+    kind = kind_on(name, device)
+
+    def run(cls: Any) -> list[Any]:
+        model, optimizer = kind.make(device)
+        first, second = (cls(model, optimizer, device) for _ in range(2))
+        batches = [iter(kind.batches(5, device, seed=seed)) for seed in (1, 2)]
+        return [entry for _ in range(5) for entry in trace(first, batches[0], 1) + trace(second, batches[1], 1)]
+
+    with checked(device):
+        expected = run(kind.theirs())
+    with checked(device):
+        assert run(kind.ours()) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_used_in_a_thread(name: str, device: torch.device) -> None:
+    kind = kind_on(name, device)
+    seen: list[Any] = []
+
+    def run(cls: Any) -> None:
+        seen.append(kind.run(cls, device, 8))
+
+    with checked(device):
+        for cls in (kind.theirs(), kind.ours()):
+            thread = threading.Thread(target=run, args=(cls,))
+            thread.start()
+            thread.join()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert left(device)[2] == 0
+
+
+@pytest.mark.parametrize("name", ["base", "pt2", "accumulated_base"])  # sharded models: in test_distributed.py
+def test_on_a_second_device(name: str, simulated_accelerator: torch.device) -> None:
+    kind = kind_on(name, simulated_accelerator)
+    second = simulator.device(1)
+    with torch.get_device_module(second).device(second):
+        with simulator.checked("lazy", raise_on_report=False):
+            expected = kind.run(kind.theirs(), second, 8)
+        with simulator.checked("random", 2):
+            assert kind.run(kind.ours(), second, 8) == expected
+    assert expected == kind.run(kind.ours(), simulated_accelerator, 8)
+
+
+def test_two_devices_in_turn(simulated_accelerator: torch.device) -> None:
+    kind, devices = KINDS["base"], [simulated_accelerator, simulator.device(1)]
+    with simulator.checked("random", 6):
+        pipelines = [kind.build(kind.ours(), device) for device in devices]
+        iterators = [iter(kind.batches(6, device)) for device in devices]
+        seen: list[list[Any]] = [[], []]
+        for _ in range(6):
+            for number, device in enumerate(devices):
+                with torch.get_device_module(device).device(device):
+                    seen[number].append(pipelines[number].progress(iterators[number])[0])
+    assert [float(loss) for loss in seen[0]] == [float(loss) for loss in seen[1]]
+
+
+# Soak ------------------------------------------------------------------------------------------------------------
+
+
+def slope(samples: list[float]) -> float:
+    """By how much a straight line through the samples rises from the first to the last."""
+    count = len(samples)
+    middle, mean = (count - 1) / 2, sum(samples) / count
+    rise = sum((index - middle) * (sample - mean) for index, sample in enumerate(samples))
+    return rise / sum((index - middle) ** 2 for index in range(count)) * (count - 1)
+
+
+def test_a_slope_is_seen_where_there_is_one() -> None:
+    assert slope([5.0] * 9) == 0
+    assert slope([float(value) for value in range(9)]) == pytest.approx(8)
+
+
+def resident() -> float:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+@pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["base", "sparse_dist", "semi_sync", "eval", "threaded"])
+def test_memory_is_flat_over_many_steps_of_wobbling_size(
+    name: str, steps: int, simulated_accelerator: torch.device
+) -> None:
+    kind = kind_on(name, simulated_accelerator)
+    pipeline = kind.build(kind.ours(), simulated_accelerator)
+    batches = pinned(make_batches(64, wobble=True))
+    iterator = (batches[number * 7 % len(batches)] for number in range(steps))
+    host, device, kept = [], [], []
+    for step in range(steps):
+        kept = [*kept[-3:], pipeline.progress(iterator)]
+        if step >= steps // 2 and step % (steps // 40) == 0:
+            gc.collect()
+            host.append(resident())
+            device.append(simulator.stats().devices[0].reserved / 2**20)
+    assert abs(slope(device)) < 0.1, device
+    assert slope(host) < 4, host
+    reset(pipeline)
