@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
+import copy
+import functools
 import gc
 import inspect
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +18,14 @@ import pytest
 import torch
 from recsys import CONTAINERS, Model, losses, make_batches, outputs, pinned, sharded, unsharded
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline.utils import _to_device
 
 from torchrec_prealloc import (
     PipelineError,
     PreallocTrainPipelineBase,
     PreallocTrainPipelineSparseDist,
     prealloc_pipeline,
+    simulator,
 )
 
 PAIRS = {
@@ -34,6 +42,10 @@ needs_reset = pytest.mark.skipif(
 @pytest.fixture(params=sorted(PAIRS))
 def pair(request: pytest.FixtureRequest, one_rank: None) -> Any:
     return PAIRS[request.param]
+
+
+def checked(device: torch.device) -> Any:
+    return contextlib.nullcontext() if device.type != "mtia" else simulator.checked("random", 9)
 
 
 def new(cls: Any, make: Any, device: torch.device = CPU, **options: Any) -> Any:
@@ -278,6 +290,110 @@ def test_a_users_subclass_is_served_through_its_super_calls(one_rank: None) -> N
     assert pipeline.transfer_stats.batches == 4
     assert isinstance(pipeline, Logging)
     assert type(pipeline).__name__ == "PreallocLogging"
+
+
+class Predicting(TrainPipelineSparseDist):  # type: ignore[type-arg]
+    """As TorchEasyRec's predict pipeline: it copies itself, and feeds a shallow copy of what is on the device."""
+
+    def copy_batch_to_gpu(self, dataloader_iter: Any) -> Any:
+        context = self._create_context()
+        with self._stream_context(self._memcpy_stream):
+            batch = self._next_batch(dataloader_iter)
+            if batch is not None:
+                batch = copy.copy(_to_device(batch, self._device, non_blocking=True))
+        return batch, context
+
+
+def test_a_shallow_copy_of_what_was_copied_is_ordered(device: torch.device, one_rank: None) -> None:
+    batches = make_batches(8, wobble=True)
+    ready = batches if device == CPU else pinned(batches)
+    expected = losses(new(Predicting, sharded, device), ready)
+    pipeline = new(prealloc_pipeline(Predicting), sharded, device)
+    with checked(device):
+        assert losses(pipeline, ready) == expected
+    assert pipeline.transfer_stats.batches == 8
+
+
+def test_batches_that_are_on_the_device_already_are_passed_on(device: torch.device, one_rank: None) -> None:
+    on_device = [batch.to(device) for batch in make_batches(6)]
+    shallow = [copy.copy(batch) for batch in on_device]
+    expected = losses(new(TrainPipelineSparseDist, sharded, device), on_device)
+    with checked(device):
+        assert losses(new(PreallocTrainPipelineSparseDist, sharded, device), shallow) == expected
+
+
+class Named:
+    """A mixin that knows nothing of pipelines, without a `__dict__` of its own."""
+
+    __slots__ = ()
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str: ...
+
+
+class Mixed(Named, TrainPipelineBase):  # type: ignore[type-arg]
+    __slots__ = ("extra",)
+
+    def __init__(self, model: Any, optimizer: Any, device: Any, *, extra: int) -> None:
+        super().__init__(model, optimizer, device)
+        self.extra = extra
+
+    @property
+    def name(self) -> str:
+        return f"mixed {self.extra}"
+
+    @staticmethod
+    def moved(batch: Any, device: torch.device) -> Any:
+        return _to_device(batch, device, non_blocking=True)
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        with self._stream_context(self._memcpy_stream):
+            self._cur_batch = self.moved(cur_batch, self._device)
+
+
+def test_mixins_slots_static_methods_and_partials_are_served() -> None:
+    batches = make_batches(4)
+    made: Any = prealloc_pipeline(functools.partial(Mixed, extra=3))  # type: ignore[arg-type]
+    pipeline = new(made, unsharded)
+    assert losses(pipeline, batches) == losses(new(functools.partial(Mixed, extra=3), unsharded), batches)
+    assert (pipeline.name, pipeline.transfer_stats.batches) == ("mixed 3", 4)
+
+
+def test_a_hand_written_subclass_of_ours_may_call_torchrecs_functions() -> None:
+    class Own(PreallocTrainPipelineBase):  # type: ignore[misc]
+        def __init__(self, model: Any, optimizer: Any, device: Any) -> None:
+            super().__init__(model, optimizer, device)
+
+        def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+            self._cur_batch = _to_device(cur_batch, self._device, True)
+
+    batches = make_batches(4)
+    pipeline = new(Own, unsharded)
+    assert losses(pipeline, batches) == losses(new(TrainPipelineBase, unsharded), batches)
+    assert pipeline.transfer_stats.batches == 4
+
+
+def test_a_class_of_a_script_is_served() -> None:
+    script = (
+        "import torch, torch.nn\n"
+        "from torchrec.distributed.train_pipeline import TrainPipelineBase\n"
+        "from torchrec.distributed.train_pipeline.utils import _to_device\n"
+        "from torchrec_prealloc import prealloc_pipeline\n"
+        "class Mine(TrainPipelineBase):\n"
+        "    def _copy_batch_to_gpu(self, batch):\n"
+        "        self._cur_batch = _to_device(later(batch), self._device, non_blocking=True)\n"
+        "def later(batch): return batch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, batch): loss = super().forward(batch).mean(); return loss.unsqueeze(0), loss\n"
+        "model = Model(3, 1)\n"
+        "pipeline = prealloc_pipeline(Mine)(model, torch.optim.SGD(model.parameters(), 0.1), torch.device('cpu'))\n"
+        "batches = iter([torch.ones(2, 3)] * 3)\n"
+        "for _ in range(3): pipeline.progress(batches)\n"
+        "print(pipeline.transfer_stats.batches)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.stdout == "3\n", done.stderr
 
 
 class OwnCopy(TrainPipelineBase):  # type: ignore[type-arg]
