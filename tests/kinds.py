@@ -16,7 +16,16 @@ from torchrec_prealloc import versions
 from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
-CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
+CUDA_NAMES = (
+    "Stream",
+    "Event",
+    "stream",
+    "current_stream",
+    "default_stream",
+    "set_device",
+    "current_device",
+    "synchronize",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +196,8 @@ def accumulating(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def dense_kernel(device: torch.device) -> tuple[nn.Module, Any]:
-    return sharded(device, "dense")
+    # Without DDP: the optimizer's step within the backward pass does not wait for averaged gradients.
+    return sharded(device, "dense", average_gradients=False)
 
 
 OURS = ("transfer.py", "shipment.py", "buffers.py", "memory.py", "held.py", "staging.py")
