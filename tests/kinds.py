@@ -16,16 +16,7 @@ from torchrec_prealloc import versions
 from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
-CUDA_NAMES = (
-    "Stream",
-    "Event",
-    "stream",
-    "current_stream",
-    "default_stream",
-    "set_device",
-    "current_device",
-    "synchronize",
-)
+CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +187,7 @@ def accumulating(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def dense_kernel(device: torch.device) -> tuple[nn.Module, Any]:
-    # Without DDP: the optimizer's step within the backward pass does not wait for averaged gradients.
-    return sharded(device, "dense", average_gradients=False)
+    return sharded(device, "dense")
 
 
 OURS = ("transfer.py", "shipment.py", "buffers.py", "memory.py", "held.py", "staging.py")

@@ -135,10 +135,7 @@ def unsharded(device: torch.device, unwrap: Callable[[Any], Any] = lambda batch:
 
 
 def sharded(
-    device: torch.device,
-    kernel: str = "fused",
-    unwrap: Callable[[Any], Any] = lambda batch: batch,
-    average_gradients: bool = True,
+    device: torch.device, kernel: str = "fused", unwrap: Callable[[Any], Any] = lambda batch: batch
 ) -> tuple[nn.Module, Any]:
     """The model of seed 0 over the ranks of the default process group: one table row-wise, one table-wise."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -177,7 +174,6 @@ def sharded(
         device=device,
         plan=ShardingPlan({"ebc": plan}),
         sharders=[sharder],
-        init_data_parallel=average_gradients,
     )
     with torch.no_grad():  # TorchRec copies the weights itself only on CUDA and MTIA
         for name, value in dmp.state_dict().items():

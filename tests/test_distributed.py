@@ -32,22 +32,3 @@ def test_two_ranks_on_the_cpu_give_equal_losses() -> None:
 @pytest.mark.usefixtures("simulated_accelerator")
 def test_two_ranks_on_the_simulator_give_equal_losses_and_no_race() -> None:
     train("simulated", 2)
-
-
-def every_pipeline(kind: str) -> str:
-    finished = torchrun(2, str(HERE / "pipeline_ranks.py"), kind)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    compared = [line for line in finished.stdout.splitlines() if ": equal in " in line]
-    assert len(compared) == 2
-    return compared[0]
-
-
-def test_every_pipeline_gives_equal_losses_with_two_ranks_on_the_cpu() -> None:
-    assert "sparse_dist" in every_pipeline("cpu")
-
-
-@pytest.mark.usefixtures("simulated_accelerator")
-def test_every_pipeline_gives_equal_losses_with_two_ranks_on_the_simulator() -> None:
-    compared = every_pipeline("simulated")
-    for name in ("semi_sync", "prefetch", "backward_optimizer", "optimizer_stash"):
-        assert name in compared
