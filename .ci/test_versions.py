@@ -21,7 +21,9 @@ PLACE = ROOT / ".venv" / "torchrec-versions"
 VERSIONS = ("1.2.0", "1.4.0", "1.5.1", "1.6.1", "1.7.0", "1.8.0", "1.9.2")
 FAST = ("1.2.0", "1.9.2")
 """The oldest and the newest; `make test` has the one in between."""
-TESTS = ("tests/test_every_pipeline.py", "tests/test_switches.py", "tests/test_pipelines.py", "tests/test_faults.py")
+TESTS = tuple(
+    f"tests/test_{name}.py" for name in ("every_pipeline", "switches", "pipelines", "faults", "uses", "config")
+)
 FAST_TESTS = TESTS[:1]
 
 

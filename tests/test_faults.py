@@ -268,7 +268,7 @@ def resident() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
-@pytest.mark.parametrize("steps", [400, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["base", "sparse_dist", "semi_sync", "eval", "threaded"])
 def test_memory_is_flat_over_many_steps_of_wobbling_size(
     name: str, steps: int, simulated_accelerator: torch.device

@@ -15,7 +15,7 @@ from torchrec.streamable import Pipelineable
 from torchrec_prealloc import simulator, versions
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-STEPS = 20
+STEPS = 10
 ON = {
     "enable_inplace_copy_batch": True,
     "inplace_copy_batch_to_gpu": True,
