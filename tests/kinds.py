@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torchrec_prealloc import versions
 from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
+ACCUMULATION = "torchrec.distributed.train_pipeline.gradient_accumulation"
 CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
 
 
@@ -45,6 +47,8 @@ class Kind:
         installed = versions.installed_version()
         if not versions.at_least(self.since, installed):
             pytest.skip(f"{self.cls} of TorchRec {installed} does not run with torch {torch.__version__}")
+        if self.wrap is accumulating and importlib.util.find_spec(ACCUMULATION) is None:
+            pytest.skip(f"TorchRec {installed} has no GradientAccumulationWrapper")
         try:
             return versions.pipeline_class(self.cls)
         except AttributeError as absent:
@@ -178,10 +182,7 @@ def eager_autograd(device: torch.device) -> tuple[nn.Module, Any]:
 
 
 def accumulating(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
-    try:
-        from torchrec.distributed.train_pipeline import gradient_accumulation
-    except ImportError:
-        pytest.skip(f"TorchRec {versions.installed_version()} has no GradientAccumulationWrapper")
+    gradient_accumulation = importlib.import_module(ACCUMULATION)
     config = gradient_accumulation.GradientAccumulationConfig(is_enabled=True, num_steps=3)
     return gradient_accumulation.GradientAccumulationWrapper(pipeline, optimizer, model, config)
 
