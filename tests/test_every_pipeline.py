@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from kinds import CPU, KINDS, Kind, of_batches
@@ -49,15 +51,31 @@ def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
             seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode)
         assert seen == expected, (schedule, seed)
         assert not (of_batches(ours.reports) if kind.lookup_races else ours.reports), (schedule, seed)
+    with simulator.checked("random", 4, raise_on_report=False) as ours:  # each tensor from where it is
+        seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode, prealloc={"direct_bytes": 1})
+    assert seen == expected
+    assert not (of_batches(ours.reports) if kind.lookup_races else ours.reports)
 
 
-def test_each_kind_copies_in_our_way(simulated_accelerator: torch.device) -> None:
-    for kind in (kind for kind in KINDS.values() if kind.ranks == 1):
-        if kind.cls in versions.available() and versions.at_least(kind.since, versions.installed_version()):
-            pipeline = kind.build(kind.ours(), simulated_accelerator)
-            with kind.names(simulated_accelerator):
-                pipeline.progress(iter(kind.batches(3, simulated_accelerator)))
-            assert pipeline.transfer_stats.batches >= 1, kind
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.ranks == 1])
+def test_each_kind_copies_in_our_way_into_memory_of_the_main_stream(
+    name: str, simulated_accelerator: torch.device
+) -> None:
+    kind = KINDS[name]
+    pipeline = kind.build(kind.ours(), simulated_accelerator)
+    before = taken_from(pipeline._engine.side)
+    with kind.names(simulated_accelerator):
+        iterator = iter(kind.batches(4, simulated_accelerator))
+        for _ in range(4):
+            pipeline.progress(iterator)
+    assert pipeline.transfer_stats.batches == 4
+    assert taken_from(pipeline._engine.side) == before
+
+
+def taken_from(stream: Any) -> int:
+    """Bytes that were ever allocated in a stream's pool, which other pipelines' streams of the same id share."""
+    pool = simulator.stats().streams.get((0, stream.stream_id))
+    return 0 if pool is None else pool.memory_stats["allocated_bytes.all.allocated"]
 
 
 # The names -------------------------------------------------------------------------------------------------------

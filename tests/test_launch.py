@@ -56,8 +56,15 @@ def losses(file: Path, rank: int) -> tuple[str, str]:
     return first, values
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("trainer", ["dlrm", "dlrm_subclass"])
+@pytest.mark.parametrize(
+    ("trainer", "ranks"),
+    [
+        ("dlrm", 1),
+        ("dlrm_subclass", 2),
+        pytest.param("dlrm", 2, marks=pytest.mark.long),
+        pytest.param("dlrm_subclass", 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_trainers_losses_are_the_same_with_and_without_the_launcher(trainer: str, ranks: int, tmp_path: Path) -> None:
     script, plain, launched = str(TRAINERS / f"{trainer}.py"), tmp_path / "plain", tmp_path / "launched"
     without = start(*torchrun(ranks, script, "--losses", str(plain)))

@@ -11,11 +11,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from kinds import KINDS
+from kinds import KINDS, by_name
 from recsys import make_batches, pinned, sharded, unsharded
 
 import torchrec_prealloc
-from torchrec_prealloc import PreallocConfig, add_prealloc_flags, build_pipeline, launch, simulator, versions
+from torchrec_prealloc import (
+    PreallocConfig,
+    add_prealloc_flags,
+    build_pipeline,
+    launch,
+    prealloc_pipeline,
+    simulator,
+    versions,
+)
 from torchrec_prealloc.pipelines import PreallocPipeline
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -111,3 +119,22 @@ def test_both_ways_to_stage_a_copy_are_ordered(way: str, simulated_accelerator: 
                 del batch
             values = [float(value) for value in sums]
         assert values == [float(batch.dense_features.sum() + batch.sparse_features.values().sum()) for batch in batches]
+
+
+def test_staged_batches_belong_to_the_stream_that_computes(simulated_accelerator: torch.device) -> None:
+    """Which may be another than the one that is current where `progress` is called."""
+    module: Any = torch.get_device_module(simulated_accelerator)
+    compute, cls = module.Stream(), prealloc_pipeline(load("staged").StagedTrainPipeline)
+    stages = [load("staged").PipelineStage("copy", by_name(simulated_accelerator), module.Stream())]
+    batches = pinned(make_batches(4))
+    iterator = iter(batches)
+    with module.stream(compute):
+        torch.ones(1, device=simulated_accelerator)
+    before = simulator.stats().streams[(0, compute.stream_id)].allocated
+    with simulator.checked("random", 4):
+        batch = cls(stages, compute_stream=compute).progress(iterator)
+        assert simulator.stats().streams[(0, compute.stream_id)].allocated > before
+        with module.stream(compute):
+            total = batch.dense_features.sum()
+        compute.synchronize()
+    assert float(total) == float(batches[0].dense_features.sum())
