@@ -134,7 +134,7 @@ def test_the_demo_prints_its_table_and_writes_json_and_png(tmp_path: Path) -> No
 def test_unequal_losses_end_the_demo_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from torchrec_prealloc.demo import ways
+    from torchrec_prealloc import ways
 
     def feed(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         for number, batch in enumerate(batches):

@@ -159,12 +159,23 @@ def build_pipeline(
         ConfigError: a key is missing, unknown or of the wrong type, or the class is no train pipeline.
     """
     section = load_config(config)["pipeline"]
-    cls = pipeline_class(section)
     options = {str(key): value for key, value in section.items() if key != "_target_"}
-    _check_options(cls, options)
-    if "prealloc" in options:
-        options["prealloc"] = PreallocConfig.of(options["prealloc"])
-    return cls(model=model, optimizer=optimizer, device=device, **options)
+    return make_pipeline(pipeline_class(section), options, model, optimizer, device)
+
+
+def make_pipeline(
+    cls: type, options: Mapping[str, Any], model: torch.nn.Module, optimizer: Any, device: torch.device
+) -> Any:
+    """Make a pipeline of a class, with options of its constructor as `build_pipeline` takes them.
+
+    Raises:
+        ConfigError: an option is unknown or of the wrong type.
+    """
+    given = dict(options)
+    _check_options(cls, given)
+    if "prealloc" in given:
+        given["prealloc"] = PreallocConfig.of(given["prealloc"])
+    return cls(model=model, optimizer=optimizer, device=device, **given)
 
 
 def pipeline_class(section: Mapping[str, Any]) -> type:

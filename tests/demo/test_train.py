@@ -24,7 +24,7 @@ from torchrec_prealloc.demo.model import build_model, weights_digest
 from torchrec_prealloc.demo.process_group import process_group
 from torchrec_prealloc.demo.report import summarise
 from torchrec_prealloc.demo.samples import Samples
-from torchrec_prealloc.demo.ways import BLOCKING, NON_BLOCKING, OURS, PREALLOCATED, Way, three_ways
+from torchrec_prealloc.ways import BLOCKING, NON_BLOCKING, OURS, PREALLOCATED, Way, three_ways
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -200,7 +200,7 @@ def test_unequal_losses_of_one_rank_fail_all_ranks(tmp_path: Path) -> None:
         textwrap.dedent(
             """
             import dataclasses, os
-            import torchrec_prealloc.demo.ways as ways
+            import torchrec_prealloc.ways as ways
             from torchrec_prealloc.cli import main
 
             def feed(source, device):

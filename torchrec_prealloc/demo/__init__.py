@@ -7,7 +7,6 @@
 - `batches`: batches in the order that a seed gives, one share for each rank
 - `model`: the sharded model, its optimizer and its first weights
 - `process_group`: one process, or those that torchrun started
-- `ways`: the three ways of copying, by name
 - `measure`: peaks of memory of one run
 - `losses`: whether two runs had the same losses, bit for bit
 - `train`: one run of one way

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     from torchrec_prealloc.demo.process_group import process_group
     from torchrec_prealloc.demo.report import report, summarise
     from torchrec_prealloc.demo.samples import make_samples
-    from torchrec_prealloc.demo.ways import OURS, read_section, three_ways
+    from torchrec_prealloc.ways import OURS, read_section, three_ways
 
     # The model is small: a second thread gives little, and on a machine with other work it costs many times that.
     torch.set_num_threads(1)

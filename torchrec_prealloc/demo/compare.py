@@ -10,7 +10,7 @@ from torchrec_prealloc.demo.batches import TestBatches, TrainBatches
 from torchrec_prealloc.demo.losses import UnequalLosses, explain_difference, first_difference
 from torchrec_prealloc.demo.process_group import gather
 from torchrec_prealloc.demo.train import Run, run_way
-from torchrec_prealloc.demo.ways import Way
+from torchrec_prealloc.ways import Way
 
 
 def run_all(ways: Sequence[Way], train: TrainBatches, test: TestBatches, device: torch.device) -> list[Run]:

@@ -9,7 +9,7 @@ from torchrec_prealloc.bench.plot import PlotUnavailable, write_plot
 from torchrec_prealloc.bench.table import Column, Figure, Row, Table
 from torchrec_prealloc.demo.process_group import gather
 from torchrec_prealloc.demo.train import Run
-from torchrec_prealloc.demo.ways import PREALLOCATED
+from torchrec_prealloc.ways import PREALLOCATED
 
 COLUMNS = (
     Column("steps_per_second", "steps/s", 1, better="high"),

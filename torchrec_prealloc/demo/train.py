@@ -15,7 +15,7 @@ from torchrec_prealloc.demo.measure import Peaks, watch_memory
 from torchrec_prealloc.demo.model import build_model, weights_digest
 from torchrec_prealloc.demo.process_group import gather
 from torchrec_prealloc.demo.samples import DENSE_FEATURES
-from torchrec_prealloc.demo.ways import Pipeline, Way
+from torchrec_prealloc.ways import Pipeline, Way
 
 WARM_UP_STEPS = 10
 

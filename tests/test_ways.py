@@ -10,8 +10,8 @@ import torch
 from torchrec.distributed import train_pipeline as theirs
 
 import torchrec_prealloc as ours
-from torchrec_prealloc.demo.ways import BLOCKING, NON_BLOCKING, OURS, PREALLOCATED, read_section, three_ways
 from torchrec_prealloc.errors import CommandError
+from torchrec_prealloc.ways import BLOCKING, NON_BLOCKING, OURS, PREALLOCATED, read_section, three_ways, ways_of
 
 CPU = torch.device("cpu")
 SPARSE_DIST = "torchrec_prealloc.PreallocTrainPipelineSparseDist"
@@ -29,6 +29,32 @@ def test_two_ways_use_torchrecs_pipeline_and_one_ours() -> None:
         theirs.TrainPipelineSparseDist,
         ours.PreallocTrainPipelineSparseDist,
     ]
+
+
+class Mine(theirs.TrainPipelineBase):  # type: ignore[type-arg]
+    """A trainer's subclass of TorchRec's."""
+
+
+class MineOfOurs(ours.PreallocTrainPipelineBase):  # type: ignore[misc,name-defined]
+    """A trainer's subclass of ours."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "first", "last"),
+    [
+        (theirs.TrainPipelineSparseDist, theirs.TrainPipelineSparseDist, ours.PreallocTrainPipelineSparseDist),
+        (Mine, Mine, ours.prealloc_pipeline(Mine)),
+        (ours.prealloc_pipeline(Mine), Mine, ours.prealloc_pipeline(Mine)),
+        (MineOfOurs, MineOfOurs, MineOfOurs),
+    ],
+)
+def test_any_pipeline_class_has_its_two(cls: type, first: type, last: type) -> None:
+    model = torch.nn.Linear(1, 1)
+    pipelines = [way.build(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU) for way in ways_of(cls)]
+    assert [type(pipeline) for pipeline in pipelines] == [first, first, last]
+    assert pipelines[2].prealloc.enabled
+    if first is last:
+        assert not pipelines[1].prealloc.enabled
 
 
 def test_options_go_to_all_and_prealloc_only_to_ours() -> None:
@@ -64,7 +90,7 @@ def test_blocking_copy_moves_batches_before_the_pipeline_sees_them() -> None:
     ("section", "message"),
     [
         ({}, "pipeline._target_: missing"),
-        ({"_target_": "torchrec.distributed.train_pipeline.TrainPipelineBase"}, "compares one of our pipelines"),
+        ({"_target_": "torchrec.distributed.train_pipeline.TrainPipeline"}, "nothing to replace|no method of"),
         ({"_target_": "torchrec_prealloc.PreallocTrainPipelineNone"}, "has no PreallocTrainPipelineNone"),
         ({"_target_": SPARSE_DIST, "prealloc": {"direct_byte": 1}}, "prealloc.direct_byte: unknown option"),
     ],
