@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,8 @@ from torchrec_prealloc.layout import Leaf, aligned
 
 MIN_MEMBERS = 4
 """A shorter run costs more than its members one by one."""
+
+_dtype = attrgetter("dtype")
 
 
 class Run(NamedTuple):
@@ -48,11 +50,11 @@ class Run(NamedTuple):
             for index, member in zip(self.members, members, strict=True):
                 into[index] = member
 
-    def storages(self, tensors: Sequence[Tensor], max_bytes: int) -> list[torch.UntypedStorage] | None:
+    def storages(self, tensors: Sequence[Tensor], max_bytes: int) -> set[torch.UntypedStorage] | None:
         """The members' storages, or None where these tensors of one batch cannot be taken as a run.
 
-        Members are contiguous tensors of `dtype`, smaller than `max_bytes`, each of which fills its storage. That they
-        are of one shape, on the host and without a gradient, `Region.gather` finds out.
+        Members are contiguous tensors of `dtype`, smaller than `max_bytes`, each of which fills a storage of its own.
+        That they are of one shape, on the host and without a gradient, `Region.gather` finds out.
         """
         members = self.pick(tensors)
         first = members[0]
@@ -60,17 +62,21 @@ class Run(NamedTuple):
         if (
             not 0 < size < max_bytes
             or set(map(type, members)) != {Tensor}
-            or {member.dtype for member in members} != {self.dtype}
+            or set(map(_dtype, members)) != {self.dtype}
         ):
             return None
         try:
-            storages = list(map(Tensor.untyped_storage, members))
+            listed = list(map(Tensor.untyped_storage, members))
             # One dimension in a storage of just its size can only be contiguous.
             if first.dim() > 1 and not all(map(Tensor.is_contiguous, members)):
                 return None
         except RuntimeError:  # a layout without storage or strides
             return None
-        return storages if set(map(len, storages)) == {size} else None
+        # In the members' order, which is that of their memory: a set's is not.
+        if set(map(len, listed)) != {size}:
+            return None
+        storages = set(listed)  # one Python object for each storage, as long as it is held
+        return storages if len(storages) == len(members) else None
 
 
 class Region(NamedTuple):
@@ -118,19 +124,14 @@ class Structure(NamedTuple):
         """Whether a batch of as many tensors has these runs, as far as `Run.storages` tells, and no tensor shares a
         member's storage.
         """
-        seen: set[int] = set()
-        kept, count = [], 0
+        seen: set[torch.UntypedStorage] = set()
         for run in self.runs:
             storages = run.storages(tensors, max_bytes)
-            if storages is None:
+            if storages is None or not seen.isdisjoint(storages):
                 return False
-            seen.update(map(id, storages))  # one Python object for each storage, as long as it is held
-            kept.append(storages)
-            count += len(storages)
-        if len(seen) != count:
-            return False
+            seen = seen | storages if seen else storages
         singles = (tensors[index] for index in self.singles)
-        return not any(id(one.untyped_storage()) in seen for one in singles if one.layout is torch.strided)
+        return not any(one.untyped_storage() in seen for one in singles if one.layout is torch.strided)
 
     def regions(self, tensors: Sequence[Tensor]) -> list[Region]:
         """The runs one behind the other, each as large as its first member says."""
