@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from torchrec_prealloc.simulator.build import BuildError, available, load
+from torchrec_prealloc.simulator.build import BuildError, available, built, load
 from torchrec_prealloc.simulator.checking import Access, Frame, RaceError, Report, Run, Schedule, checked
 from torchrec_prealloc.simulator.memory import (
     PinnedStats,
@@ -45,6 +45,7 @@ __all__ = [
     "Stats",
     "StreamStats",
     "available",
+    "built",
     "checked",
     "device",
     "dump_snapshot",

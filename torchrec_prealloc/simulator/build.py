@@ -52,6 +52,11 @@ def available() -> tuple[bool, str]:
     return True, ""
 
 
+def built() -> bool:
+    """Whether the first use finds the simulator built, and takes no half minute."""
+    return _module is not None or _library().exists()
+
+
 def load() -> ModuleType:
     """The extension module. The first call builds it (about a minute) unless the cache has it.
 

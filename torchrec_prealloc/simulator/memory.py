@@ -98,9 +98,16 @@ def record_memory_history(enabled: bool, max_entries: int = 100_000) -> None:
 def snapshot() -> dict[str, Any]:
     """The allocator's state in the format of ``torch.cuda.memory._snapshot()``, for PyTorch's own viewers."""
     extension = load()
+    one_of: dict[tuple[str, int, str], dict[str, Any]] = {}
+
+    def shared(frames: list[dict[str, Any]]) -> list[dict[str, Any]]:  # a frame is written once, as PyTorch does
+        return [one_of.setdefault((frame["filename"], frame["line"], frame["name"]), frame) for frame in frames]
+
     segments: list[dict[str, Any]] = extension.segments()
     for segment in segments:
         blocks = segment["blocks"]
+        for framed in (segment, *blocks):
+            framed["frames"] = shared(framed["frames"])
         segment["allocated_size"] = sum(b["size"] for b in blocks if b["state"] == "active_allocated")
         segment["active_size"] = sum(b["size"] for b in blocks if b["state"] != "inactive")
         segment["requested_size"] = sum(b["requested_size"] for b in blocks if b["state"] != "inactive")
@@ -109,8 +116,10 @@ def snapshot() -> dict[str, Any]:
     devices = len(stats().devices)
     traces: list[list[dict[str, Any]]] = [[] for _ in range(devices)]
     for entry in extension.trace():
-        device = entry.pop("device")
-        traces[device].append({**entry, "segment_pool_id": (0, 0)})
+        trace = traces[entry.pop("device")]
+        if frames := shared(entry.pop("frames")):  # PyTorch leaves the key out where no stack was recorded
+            entry["frames"] = frames
+        trace.append({**entry, "compile_context": "N/A", "user_metadata": "", "segment_pool_id": (0, 0)})
     return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
 
 

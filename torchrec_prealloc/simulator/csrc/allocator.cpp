@@ -93,7 +93,7 @@ void merge(Block& block, Block& next) {
 void free_block(Block& freed) {
   auto* block = &freed;
   auto& segment = *block->segment;
-  trace("free_completed", segment.stream, block->begin(), block->size, nullptr);
+  trace("free_completed", segment.stream, block->begin(), block->requested, block->stack);
   count(&DeviceStats::active, segment, -1);
   count(&DeviceStats::active_bytes, segment, -static_cast<int64_t>(block->size));
   block->active = false;
@@ -244,7 +244,7 @@ Block& allocate_block(StreamIndex stream, size_t requested, const Stack& stack) 
   count(&DeviceStats::requested_bytes, *block.segment, requested);
   count(&DeviceStats::active, *block.segment, 1);
   count(&DeviceStats::active_bytes, *block.segment, block.size);
-  trace("alloc", block.segment->stream, block.begin(), block.size, stack);
+  trace("alloc", block.segment->stream, block.begin(), requested, stack);
   return block;
 }
 
@@ -272,7 +272,7 @@ void free_storage(void* context) {
   count(&DeviceStats::allocation, *block.segment, -1);
   count(&DeviceStats::allocated_bytes, *block.segment, -static_cast<int64_t>(block.size));
   count(&DeviceStats::requested_bytes, *block.segment, -static_cast<int64_t>(block.requested));
-  trace("free_requested", block.segment->stream, block.begin(), block.size, stack);
+  trace("free_requested", block.segment->stream, block.begin(), block.requested, stack);
   if (checker().enabled) {
     auto clock = clock_of(owner);
     clock.join(host_clock());

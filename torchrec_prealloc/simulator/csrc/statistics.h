@@ -31,7 +31,7 @@ struct TraceEntry { // one line of a snapshot's device_traces
   std::string action;
   StreamIndex stream;
   uintptr_t address;
-  size_t size;
+  size_t size; // of blocks as requested, as in PyTorch's
   int64_t time_us;
   Stack stack;
 };
