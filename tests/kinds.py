@@ -18,7 +18,16 @@ from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
 ACCUMULATION = "torchrec.distributed.train_pipeline.gradient_accumulation"
-CUDA_NAMES = ("Stream", "Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
+CUDA_NAMES = (
+    "Stream",
+    "Event",
+    "stream",
+    "current_stream",
+    "default_stream",
+    "set_device",
+    "current_device",
+    "synchronize",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +51,25 @@ class Kind:
     lookup_races: bool = False
     """Whether TorchRec's embeddings of this pipeline are read by a stream that does not own them, unrecorded."""
 
-    def theirs(self) -> Any:
-        """TorchRec's class; skips the test where the installed TorchRec lacks it."""
+    def lacking(self) -> str | None:
+        """Why the installed TorchRec has no such pipeline; None where it has."""
         installed = versions.installed_version()
         if not versions.at_least(self.since, installed):
-            pytest.skip(f"{self.cls} of TorchRec {installed} does not run with torch {torch.__version__}")
+            return f"{self.cls} of TorchRec {installed} does not run with torch {torch.__version__}"
         if self.wrap is accumulating and importlib.util.find_spec(ACCUMULATION) is None:
-            pytest.skip(f"TorchRec {installed} has no GradientAccumulationWrapper")
+            return f"TorchRec {installed} has no GradientAccumulationWrapper"
         try:
-            return versions.pipeline_class(self.cls)
+            versions.pipeline_class(self.cls)
         except AttributeError as absent:
-            pytest.skip(str(absent))
+            return str(absent)
+        return None
+
+    def theirs(self) -> Any:
+        """TorchRec's class; skips the test where the installed TorchRec lacks it."""
+        reason = self.lacking()
+        if reason is not None:
+            pytest.skip(reason)
+        return versions.pipeline_class(self.cls)
 
     def ours(self) -> Any:
         return prealloc_pipeline(self.theirs())
@@ -188,7 +205,8 @@ def accumulating(pipeline: Any, model: nn.Module, optimizer: Any) -> Any:
 
 
 def dense_kernel(device: torch.device) -> tuple[nn.Module, Any]:
-    return sharded(device, "dense")
+    # Without DDP: the optimizer's step within the backward pass does not wait for averaged gradients.
+    return sharded(device, "dense", average_gradients=False)
 
 
 OURS = ("transfer.py", "shipment.py", "buffers.py", "memory.py", "held.py", "staging.py")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_stand_ins import has_kernels
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
@@ -135,9 +136,17 @@ def unsharded(device: torch.device, unwrap: Callable[[Any], Any] = lambda batch:
 
 
 def sharded(
-    device: torch.device, kernel: str = "fused", unwrap: Callable[[Any], Any] = lambda batch: batch
+    device: torch.device,
+    kernel: str = "fused",
+    unwrap: Callable[[Any], Any] = lambda batch: batch,
+    average_gradients: bool = True,
 ) -> tuple[nn.Module, Any]:
-    """The model of seed 0 over the ranks of the default process group: one table row-wise, one table-wise."""
+    """The model of seed 0 over the ranks of the default process group: one table row-wise, one table-wise.
+
+    On a GPU for which FBGEMM has no kernels it is not sharded: embeddings of torch's own, no input dist.
+    """
+    if not has_kernels(device):
+        return unsharded(device, unwrap)
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -174,6 +183,7 @@ def sharded(
         device=device,
         plan=ShardingPlan({"ebc": plan}),
         sharders=[sharder],
+        init_data_parallel=average_gradients,
     )
     with torch.no_grad():  # TorchRec copies the weights itself only on CUDA and MTIA
         for name, value in dmp.state_dict().items():
