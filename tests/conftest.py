@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_stand_ins import stand_in
 
 pytest_plugins = ["torchrec_prealloc.simulator.testing"]
 
@@ -44,5 +45,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "gpu":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        return torch.device("cuda")
+        gpu = torch.device("cuda", 0)
+        stand_in(gpu)
+        return gpu
     return torch.device("cpu")
