@@ -7,7 +7,12 @@ from typing import Any
 
 from torchrec_prealloc.errors import CommandError
 
-COMMANDS = ("torchrec_prealloc.demo.command", "torchrec_prealloc.bench.command", "torchrec_prealloc.launch")
+COMMANDS = (
+    "torchrec_prealloc.demo.command",
+    "torchrec_prealloc.estimation.command",
+    "torchrec_prealloc.bench.command",
+    "torchrec_prealloc.launch",
+)
 """Modules of the subcommands. Each has `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(args)`, and imports what is
 slow to import (torch) only in `run`."""
 

@@ -1,9 +1,9 @@
 """`torchrec-prealloc demo`: its flags, and what runs when."""
 
 import argparse
-import logging
-import warnings
 from pathlib import Path
+
+from torchrec_prealloc import third_parties
 
 NAME = "demo"
 SUMMARY = "train a DLRM on MovieLens-100K three ways and compare them"
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         CommandError: the data set is missing, the config does not fit, or losses are not equal bit for bit.
     """
-    _silence_third_parties()
+    third_parties.silence()
     import torch
     import torch.distributed as dist
 
@@ -74,13 +74,6 @@ def run(args: argparse.Namespace) -> None:
                 "last_loss": float(runs[0].losses[-1]),
             }
             report(table, settings, args.out)
-
-
-def _silence_third_parties() -> None:
-    """Hide what TorchRec logs and warns about: advice to its developers, which a reader of the demo cannot follow."""
-    for name in ("torchrec", "torch.fx._symbolic_trace"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,13 @@
+"""What TorchRec and PyTorch say to their own developers, kept from a command's reader."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+
+def silence() -> None:
+    """Hide what TorchRec logs and warns about: advice that a reader of our commands cannot follow."""
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
