@@ -97,7 +97,7 @@ def send(
         arrived = engine.start(batch, isolate=isolate).wait()
         engine.close()
     assert not engine._pending
-    assert not engine._reading
+    assert not engine._staging.reading
     return arrived
 
 

@@ -20,9 +20,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 import torchrec_prealloc
 from torchrec_prealloc import PreallocConfig, PreallocTrainPipelineSparseDist, launch, prealloc_pipeline, simulator
-from torchrec_prealloc.measured import MeasuredEngine, Stopwatch
+from torchrec_prealloc.measured import MeasuredEngine, SummedEngine
 from torchrec_prealloc.pipelines import PreallocPipeline
-from torchrec_prealloc.transfer import TransferEngine
 
 HERE = Path(__file__).parent
 TRAINERS = HERE / "trainers"
@@ -141,7 +140,7 @@ def test_names_mean_ours_while_enabled_and_torchrecs_again_after() -> None:
         for name in (held.__name__, "a_trainer_imported_while_enabled"):
             sys.modules.pop(name, None)
     assert PreallocPipeline.default_config == PreallocConfig()
-    assert PreallocPipeline.engine_type is TransferEngine
+    assert PreallocPipeline.engine_type is MeasuredEngine
 
 
 @pytest.mark.usefixtures("_disabled_after")
@@ -168,7 +167,7 @@ def test_a_subclass_defined_while_enabled_derives_from_ours_and_has_the_options(
     assert issubclass(Mine, PreallocTrainPipelineSparseDist)
     assert pipeline.prealloc == PreallocConfig(direct_bytes=7)
     assert pipeline.transfer_stats.batches == 3
-    assert MeasuredEngine.totals.line().startswith("torchrec-prealloc: 3 batches")
+    assert SummedEngine.summary().startswith("torchrec-prealloc: 3 batches")
 
 
 @pytest.mark.usefixtures("_disabled_after")
@@ -195,30 +194,9 @@ def test_copies_and_waits_are_timed_by_events_where_there_is_a_device(simulated_
     kind = KINDS["base"]
     with simulator.checked("random", 4):
         kind.run(kind.ours(), simulated_accelerator, 20)
-    line = MeasuredEngine.totals.line()
+    line = SummedEngine.summary()
     assert line.startswith("torchrec-prealloc: 20 batches, ")
     assert "the main stream waited" in line
-
-
-def test_a_stopwatch_adds_what_lies_between_events() -> None:
-    class Event:
-        def __init__(self, time: float, passed: bool) -> None:
-            self.time, self.passed = time, passed
-
-        def query(self) -> bool:
-            return self.passed
-
-        def synchronize(self) -> None:
-            self.passed = True
-
-        def elapsed_time(self, end: Event) -> float:
-            return end.time - self.time
-
-    watch = Stopwatch()
-    assert watch.milliseconds() is None
-    watch.add(Event(1, True), Event(3, True))
-    watch.add(Event(4, True), Event(10, False))
-    assert watch.milliseconds() == 8
 
 
 # The environment -------------------------------------------------------------------------------------------------

@@ -180,6 +180,15 @@ def kept_memory(engine: TransferEngine, device: torch.device) -> tuple[list[int]
     return [int(result[4]) for result in out], list(range(6))
 
 
+def staged(engine: TransferEngine, device: torch.device) -> tuple[list[int], list[int]]:
+    """Small tensors are gathered, batch after batch, while the copies from the memory they were gathered in wait."""
+    out = []
+    for step in range(6):
+        arrived = engine.start([torch.tensor([step + number]).pin_memory() for number in range(3)]).wait()
+        out.append(torch.stack(arrived).sum())
+    return [int(value) for value in out], [3 * step + 3 for step in range(6)]
+
+
 SCENES: dict[str, Callable[[TransferEngine, torch.device], tuple[list[int], list[int]]]] = {
     "copy_after_allocation": memory_in_use,
     "copy_after_last_use": kept_memory,
@@ -190,6 +199,7 @@ SCENES: dict[str, Callable[[TransferEngine, torch.device], tuple[list[int], list
     "owner_after_copy": dropped_early,
     "free_after_reader": freed_early,
     "host_after_copy": host_reuse,
+    "copy_reads": staged,
     "keep": registered_host,
 }
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchrec_prealloc.staging import Background, pinned
+from torchrec_prealloc.ordering import Ordering
+from torchrec_prealloc.staging import MAX_UNREAD, PATIENCE, Background, Staging
 from torchrec_prealloc.transfer import TransferEngine
 
 MIB = 1 << 20
@@ -79,7 +80,7 @@ def test_no_thread_is_there_before_it_is_needed_nor_after_a_reset(simulated_acce
     assert int(engine.start(large(4)).wait()[0][0]) == 4
     engine.close()
     assert workers() == []
-    assert not engine._reading
+    assert not engine._staging.reading
 
 
 def test_what_the_thread_raises_is_raised_where_the_batch_is_waited_for(
@@ -129,5 +130,88 @@ print("ended")
     assert (finished.returncode, finished.stdout) == (0, "ended\n"), finished.stderr
 
 
+# Pinned memory ---------------------------------------------------------------------------------------------------
+
+
+class Copied:
+    """The event after a copy that runs when it is told to, or waited for."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+
+def use(staging: Staging, nbytes: int) -> tuple[Tensor, Copied]:
+    """Take memory for one more batch, and queue a copy from it."""
+    staging.next_batch()
+    block, copied = staging.take(nbytes), Copied()
+    staging.read_until(copied, [], [block])
+    return block, copied
+
+
 def test_staging_memory_is_pinned(simulated_accelerator: torch.device) -> None:
-    assert pinned(100).is_pinned()
+    assert Staging(Ordering()).take(100).is_pinned()
+
+
+def test_a_block_is_filled_again_only_when_the_copy_from_it_has_run(simulated_accelerator: torch.device) -> None:
+    staging = Staging(Ordering())
+    first, copied = use(staging, 5000)
+    second, _ = use(staging, 5000)
+    assert second.data_ptr() != first.data_ptr()
+    copied.passed = True
+    third, _ = use(staging, 4200)
+    assert third.data_ptr() == first.data_ptr()
+    assert staging.nbytes == 2 * 8192
+
+
+def test_staging_grows_with_the_batches_and_shrinks_after_them(simulated_accelerator: torch.device) -> None:
+    staging = Staging(Ordering())
+    for nbytes in [5000] * 3 + [MIB] * 3:
+        _, copied = use(staging, nbytes)
+        copied.passed = True
+    assert staging.nbytes == 8192 + MIB
+    for _ in range(PATIENCE + 2):
+        _, copied = use(staging, 5000)
+        copied.passed = True
+    assert staging.nbytes == 8192
+
+
+def test_the_host_waits_when_it_is_too_many_batches_ahead_of_the_copies(simulated_accelerator: torch.device) -> None:
+    staging = Staging(Ordering())
+    copies = [use(staging, 5000)[1] for _ in range(5 * MAX_UNREAD)]
+    assert staging.nbytes == MAX_UNREAD * 8192
+    assert [copied.passed for copied in copies].count(False) == MAX_UNREAD
+
+
+def test_a_small_batch_does_not_keep_a_large_batchs_block(simulated_accelerator: torch.device) -> None:
+    staging = Staging(Ordering())
+    large, copied = use(staging, MIB)
+    copied.passed = True
+    small, _ = use(staging, 5000)
+    assert small.data_ptr() != large.data_ptr()
+
+
+def test_where_nothing_can_be_pinned_ordinary_memory_serves_and_is_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(nbytes: int) -> Tensor:
+        raise RuntimeError("no locked memory")
+
+    monkeypatch.setattr("torchrec_prealloc.staging.pinned_block", refuse)
+    staging = Staging(Ordering())
+    with pytest.warns(UserWarning, match="cannot pin 8192 bytes of host memory .no locked memory."):
+        first, copied = use(staging, 5000)
+    copied.passed = True
+    assert use(staging, 5000)[0].data_ptr() == first.data_ptr()
+
+
+def test_an_engine_keeps_as_much_as_its_batches_in_flight_need(simulated_accelerator: torch.device) -> None:
+    engine = TransferEngine(simulated_accelerator)
+    for step in range(200):
+        engine.start([torch.full((100 + step,), step) for _ in range(5)]).wait_on_host()
+    assert engine.stats.staging_bytes == 1 << 14
+    engine.close()
+    assert engine._staging.nbytes == 0

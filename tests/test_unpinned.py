@@ -100,7 +100,7 @@ def test_large_unpinned_tensors_arrive_through_pinned_memory(simulated_accelerat
         with pytest.warns(UserWarning, match="not in pinned memory"):
             transfer = engine.start(host)
         arrived = transfer.wait()  # by then the thread in the background has queued them too
-        sources = [source for _, read in engine._reading for source in read]
+        sources = engine._staging.reading
         assert sources
         assert all(source.is_pinned() for source in sources)
         assert_same(arrived, [tensor.to(simulated_accelerator) for tensor in host])

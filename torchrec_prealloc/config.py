@@ -48,6 +48,9 @@ class PreallocConfig:
     chunk_bytes: int = _option(0, "BYTES", "cut larger copies into pieces of this size; 0: not at all")
     """Copies of more bytes are cut into pieces of this size, with a tiny kernel between them, so that a small copy of
     the main stream does not wait behind a gigabyte. 0: never."""
+    log_every: int = _option(0, "N", "log a line on every N batches; 0: never")
+    """Every so many batches a line with `transfer_stats` is logged, at level INFO by the logger
+    `torchrec_prealloc.measured`. 0: never."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.enabled, bool):

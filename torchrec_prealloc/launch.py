@@ -103,10 +103,10 @@ def _options(config: PreallocConfig) -> list[str]:
 
 
 def _print_summary() -> None:
-    from torchrec_prealloc.measured import MeasuredEngine
+    from torchrec_prealloc.measured import SummedEngine
 
     if os.environ.get("RANK", "0") == "0":
-        print(MeasuredEngine.totals.line(), file=sys.stderr, flush=True)
+        print(SummedEngine.summary(), file=sys.stderr, flush=True)
 
 
 # Names -----------------------------------------------------------------------------------------------------------
@@ -144,13 +144,13 @@ def enable(prealloc: PreallocConfig | Mapping[str, Any] | None = None) -> Enable
     """
     global _enabled
     from torchrec_prealloc import versions
-    from torchrec_prealloc.measured import MeasuredEngine, Totals
+    from torchrec_prealloc.measured import SummedEngine
     from torchrec_prealloc.pipelines import PreallocPipeline, prealloc_pipeline
 
     PreallocPipeline.default_config = PreallocConfig.of(prealloc)
     if _enabled is None:
-        MeasuredEngine.totals = Totals()
-        PreallocPipeline.engine_type = MeasuredEngine
+        SummedEngine.timings = []
+        PreallocPipeline.engine_type = SummedEngine
         _enabled = Enabled()
     for theirs in versions.available().values():
         ours: Any = prealloc_pipeline(theirs)
@@ -164,15 +164,15 @@ def enable(prealloc: PreallocConfig | Mapping[str, Any] | None = None) -> Enable
 def disable() -> None:
     """Let TorchRec's names mean TorchRec's classes again. Pipelines and subclasses of ours stay ours."""
     global _enabled
+    from torchrec_prealloc.measured import MeasuredEngine
     from torchrec_prealloc.pipelines import PreallocPipeline
-    from torchrec_prealloc.transfer import TransferEngine
 
     if _enabled is None:
         return
     for names, name in _names_of(_enabled.theirs):
         if name != names[name].__name__:  # a module that imports ours by its own name means it
             names[name] = _enabled.theirs[id(names[name])]
-    PreallocPipeline.default_config, PreallocPipeline.engine_type = PreallocConfig(), TransferEngine
+    PreallocPipeline.default_config, PreallocPipeline.engine_type = PreallocConfig(), MeasuredEngine
     _enabled = None
 
 

@@ -1,96 +1,133 @@
-"""An engine that times its copies and what the main stream waits for them, for the launcher's summary."""
+"""The pipelines' engine: it times some of its batches by events, and logs what it has done."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 from torchrec_prealloc.shipment import Shipment
-from torchrec_prealloc.stats import TransferStats
+from torchrec_prealloc.stats import TransferStats, total
 from torchrec_prealloc.transfer import Transfer, TransferEngine
 
+logger = logging.getLogger(__name__)
 
-class Totals:
-    """What all measured engines of this process have done."""
-
-    def __init__(self) -> None:
-        self.stats: list[TransferStats] = []
-        self.copying = Stopwatch()
-        self.waiting = Stopwatch()
-
-    def line(self) -> str:
-        """The summary, in one line."""
-        batches, nbytes, copies = (
-            sum(getattr(stats, name) for stats in self.stats) for name in ("batches", "bytes", "copies")
-        )
-        text = f"torchrec-prealloc: {batches} batches, {nbytes} bytes in {copies} copies"
-        if not batches:
-            return text + ": no pipeline of ours ran"
-        copying, waiting = self.copying.milliseconds(), self.waiting.milliseconds()
-        if copying is None or waiting is None:
-            return text + "; host only: no device that times its copies"
-        speed = f"{nbytes / copying / 1e6:.1f} GB/s" if copying else "too fast to time"
-        return f"{text}, {speed}; the main stream waited {waiting:.1f} ms for them, {waiting / batches:.3f} ms a batch"
+TIME_EVERY = 16
+"""Of so many batches one is timed, for which four events are recorded."""
 
 
-class Stopwatch:
-    """A sum of times between pairs of events, which are read when they have passed."""
+@dataclass
+class _Times:
+    """Pairs of events around one batch's copies, and around its owner stream's wait."""
 
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Any, Any]] = []
-        self._milliseconds: float | None = None
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
+    wait: tuple[Any, Any] = (None, None)
+    nbytes: int = 0
 
-    def add(self, start: Any, end: Any) -> None:
-        self._pairs.append((start, end))
-        while self._pairs and self._pairs[0][1].query():
-            self._read()
 
-    def milliseconds(self) -> float | None:
-        """The sum, when all pairs have passed; None if there were none, or the device cannot tell."""
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            while self._pairs:
-                self._pairs[0][1].synchronize()
-                self._read()
-        return self._milliseconds
+class Timing:
+    """Adds to an engine's `stats` what lies between events, once they have passed."""
 
-    def _read(self) -> None:
-        start, end = self._pairs.pop(0)
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            self._milliseconds = (self._milliseconds or 0.0) + start.elapsed_time(end)
+    def __init__(self, stats: TransferStats) -> None:
+        self.stats = stats
+        self._done: deque[_Times] = deque()
+
+    def add(self, times: _Times) -> None:
+        """The owner stream's wait for the batch is queued."""
+        self._done.append(times)
+
+    def read(self, wait: bool = False) -> None:
+        """Read the times of the batches that have arrived; with `wait` the host waits for the others."""
+        while self._done and (wait or self._done[0].wait[1].query()):
+            times = self._done.popleft()
+            times.wait[1].synchronize()
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # events that cannot tell the time
+                copied = sum(start.elapsed_time(end) for start, end in times.copies)
+                waited = times.wait[0].elapsed_time(times.wait[1])
+                self.stats.timed_batches += 1
+                self.stats.timed_bytes += times.nbytes
+                self.stats.copy_ms += copied
+                self.stats.wait_ms += waited
 
 
 class MeasuredEngine(TransferEngine):
-    """Records an event before and after each batch's copies, and before and after the owner stream's wait."""
+    """Times every `time_every`-th batch, and logs a line every `config.log_every` batches."""
 
-    totals = Totals()
-    """Replaced by the launcher for each run."""
+    time_every = TIME_EVERY
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch = type(self).totals
-        self._watch.stats.append(self.stats)
-        self._started: Any = None
+        self._is_timed = False
+        self._before: Any = None
+        self._under_way: WeakKeyDictionary[Transfer, _Times] = WeakKeyDictionary()
+        self._timing = Timing(self._stats)
+
+    @property
+    def stats(self) -> TransferStats:
+        """What the engine has done so far: always the same object, brought up to date."""
+        self._timing.read()
+        return super().stats
+
+    def start(self, batch: Any, owner: Any = None, isolate: bool = False) -> Transfer:
+        self._is_timed = self.has_streams and self._stats.batches % self.time_every == self.time_every // 2
+        transfer = super().start(batch, owner, isolate)
+        every = self.config.log_every
+        if every and self._stats.batches % every == 0:
+            logger.info("%s: %s", self.device, self.stats.line())
+        return transfer
 
     def wait_transfer(self, transfer: Transfer, upstream: Any = None, events: Sequence[Any] = ()) -> None:
-        if not self.has_streams or self.current_stream() != transfer._owner:
+        times = self._under_way.pop(transfer, None) if self._under_way else None
+        if times is None or self.current_stream() != transfer._owner:
             super().wait_transfer(transfer, upstream, events)
+            if times is not None:
+                self._under_way[transfer] = times  # its owner waits later
             return
         before = self._stamp(transfer._owner)
         super().wait_transfer(transfer, upstream, events)
-        self._watch.waiting.add(before, self._stamp(transfer._owner))
+        times.wait = (before, self._stamp(transfer._owner))
+        self._timing.add(times)
 
     def _send(self, shipment: Shipment, transfer: Transfer) -> None:
+        if not self._is_timed:
+            super()._send(shipment, transfer)
+            return
+        nbytes = self._stats.bytes
         super()._send(shipment, transfer)
-        if self.has_streams:
-            self._watch.copying.add(self._started, self._stamp(self.side))
+        times = self._under_way.setdefault(transfer, _Times())
+        times.copies.append((self._before, self._stamp(self.side)))
+        times.nbytes += self._stats.bytes - nbytes
 
     def _wait_for_memory(self, shipment: Shipment, owner: Any) -> None:
         super()._wait_for_memory(shipment, owner)
-        if self.has_streams:
-            self._started = self._stamp(self.side)
+        if self._is_timed:
+            self._before = self._stamp(self.side)
 
     def _stamp(self, stream: Any) -> Any:
         event = self._module.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+class SummedEngine(MeasuredEngine):
+    """The launcher's: each batch is timed, and all engines of a run are summed up."""
+
+    time_every = 1
+    timings: ClassVar[list[Timing]] = []
+    """Of this run's engines, of which nothing else is kept."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        type(self).timings.append(self._timing)
+
+    @classmethod
+    def summary(cls) -> str:
+        """What all engines have done, in one line. The host waits for the batches that are on their way."""
+        for timing in cls.timings:
+            timing.read(wait=True)
+        stats = total(timing.stats for timing in cls.timings)
+        return f"torchrec-prealloc: {stats.line()}" + ("" if stats.batches else ": no pipeline of ours ran")

@@ -49,6 +49,10 @@ class Ordering:
         """The host changes or frees memory only when the copies that read it have run."""
         copied.synchronize()
 
+    def copy_reads(self, copied: Any) -> bool:
+        """Staging memory is filled again only when the copies from it have run."""
+        return not copied.query()
+
     def keep(self, sources: list[Any]) -> list[Any]:
         """Host tensors that a queued copy reads stay alive until it has run."""
         return sources

@@ -195,8 +195,12 @@ def _release(sets: list[PinnedSet], wait_for: Callable[[Any], None]) -> None:
 
 def _drop(kept: PinnedSet) -> None:
     pinned, kept.block, kept.pinned = kept.pinned, None, False
-    if pinned and torch.cuda.is_initialized():
-        # torch keeps freed pinned blocks for later ones of the same size; these are large, and there may be none.
-        empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
-        if empty is not None:
-            empty()
+    if pinned:
+        give_back_cached()  # these are large, and there may be none like them again
+
+
+def give_back_cached() -> None:
+    """Unpin what torch's host allocator keeps for later blocks of the same size. The device has to be idle for it."""
+    empty: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+    if empty is not None and torch.cuda.is_initialized():
+        empty()

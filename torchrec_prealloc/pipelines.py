@@ -26,6 +26,7 @@ from torchrec.streamable import Multistreamable
 from torchrec_prealloc import versions
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.measured import MeasuredEngine
 from torchrec_prealloc.rebinding import Rebinding
 from torchrec_prealloc.stats import TransferStats
 from torchrec_prealloc.transfer import TransferEngine
@@ -251,7 +252,7 @@ class PreallocPipeline:
 
     default_config = PreallocConfig()
     """What a pipeline has whose `prealloc` is None."""
-    engine_type = TransferEngine
+    engine_type: type[TransferEngine] = MeasuredEngine
     prealloc: PreallocConfig = default_config
     _lazy_engine: TransferEngine | None = None
 
@@ -266,7 +267,7 @@ class PreallocPipeline:
 
     @property
     def transfer_stats(self) -> TransferStats:
-        """Batches, bytes, copies and device allocations so far."""
+        """What was copied so far, counted and timed."""
         return self._engine.stats
 
     @property

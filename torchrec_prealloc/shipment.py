@@ -18,12 +18,13 @@ from torchrec_prealloc.batch_types import BatchError, Kind
 from torchrec_prealloc.buffers import Views, host_bytes, leaf_views, unbind, unit_views
 from torchrec_prealloc.capture import Capture, RealCopies, runs_in
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.labels import step
 from torchrec_prealloc.layout import ALIGNMENT, Form, Leaf, Segment, aligned, plan
 from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.own_to import Learned, contents
 from torchrec_prealloc.plain import check_storage, is_dense, is_plain, leaf
 from torchrec_prealloc.runs import Region, Structure, structure_of
-from torchrec_prealloc.staging import pinned
+from torchrec_prealloc.staging import Staging
 
 CAPTURE_BYTES = 1 << 20
 """Size of the arenas for conversions of a class' own `to`, whose sizes are not known beforehand."""
@@ -36,22 +37,22 @@ class Arena:
 
     Args:
         base: device memory (uint8, 1-D).
-        streams: whether the device has streams. If so tensors are gathered in pinned host memory of the same size,
-            `staging`; on the CPU `base` is filled directly.
+        staging: gives the pinned host memory, `block`, in which they are gathered; without one (on the CPU) `base` is
+            filled directly.
     """
 
-    def __init__(self, base: Tensor, streams: bool) -> None:
+    def __init__(self, base: Tensor, staging: Staging | None) -> None:
         self.base = base
-        self.staging = pinned(base.numel()) if streams else None
+        self.block = staging.take(base.numel()) if staging is not None else None
         self.sources: list[Tensor] = []
         self.targets: list[Tensor] = []
-        """For each source its place in `staging` (or in `base`)."""
+        """For each source its place in `block` (or in `base`)."""
         self.nbytes = 0
         """Bytes in use, from the start."""
         self.takes_long = False
-        """Whether filling `staging` is for a thread in the background."""
+        """Whether filling `block` is for a thread in the background."""
         self.views = Views(base)
-        self.places = Views(self.staging) if self.staging is not None else self.views
+        self.places = Views(self.block) if self.block is not None else self.views
 
     def add(self, source: Tensor, form: Form) -> Tensor:
         """Put one host tensor behind the others; returns its device tensor, of dtype, shape and strides `form`."""
@@ -63,7 +64,8 @@ class Arena:
 
     def add_run(self, region: Region, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Gather a run's members; returns their device tensors."""
-        region.gather(tensors, region.rows(self.places))
+        with step("gather"):
+            region.gather(tensors, region.rows(self.places))
         return unbind(region.rows(self.views))
 
     def fits(self, nbytes: int) -> bool:
@@ -76,7 +78,7 @@ class Shipment:
 
     Args:
         device: the target.
-        streams: whether the device has streams, and so can copy from pinned memory while the host goes on.
+        staging: pinned host memory; None on a device without streams, which cannot copy while the host goes on.
         config: options.
         isolate: whether each KeyedJaggedTensor gets memory of its own.
         memory: what is remembered of earlier batches.
@@ -87,7 +89,7 @@ class Shipment:
     def __init__(
         self,
         device: torch.device,
-        streams: bool,
+        staging: Staging | None,
         config: PreallocConfig,
         isolate: bool,
         memory: Memory,
@@ -109,7 +111,8 @@ class Shipment:
         self.fresh = False
         """Whether the copy, and who waits for it, must follow the owner stream: it allocates, or does a part itself."""
         self._device = device
-        self._streams = streams
+        self._staging = staging
+        self._streams = staging is not None
         self._direct_bytes = config.direct_bytes
         self._isolate = isolate
         self._memory = memory
@@ -129,11 +132,14 @@ class Shipment:
         if self._streams and unpinned.is_due(batch):
             self._pinning = []
         walk = Walk(self, self._isolate)
-        walk.find(batch)
-        arrived = [self._load_group(group, index > 0) for index, group in enumerate(walk.groups)]
+        with step("find tensors"):
+            walk.find(batch)
+        with step("lay out"):
+            arrived = [self._load_group(group, index > 0) for index, group in enumerate(walk.groups)]
         if self._pinning:
             unpinned.report(batch, self._pinning)
-        return walk.rebuild(batch, arrived)
+        with step("rebuild"):
+            return walk.rebuild(batch, arrived)
 
     def take(self) -> tuple[list[Arena], list[tuple[Tensor, Tensor]]]:
         """The copies listed since the last call."""
@@ -207,7 +213,7 @@ class Shipment:
             units = unit_views(views, segment, leaves)
             self.direct.append((units[0], sources[0]))
         else:
-            arena = Arena(base, self._streams)
+            arena = Arena(base, self._staging)
             arena.takes_long = self._streams and segment.nbytes >= self._direct_bytes and segment.direct
             if not segment.direct:
                 for region in regions:
@@ -236,7 +242,8 @@ class Shipment:
         return not self._streams or (is_dense(source) and source.is_pinned())
 
     def _allocate(self, nbytes: int, isolated: bool) -> Tensor:
-        base, ready = self._memory.take(nbytes)
+        with step("allocate"):
+            base, ready = self._memory.take(nbytes)
         if ready is None:
             self.fresh = True
             self.allocations += 1
@@ -358,7 +365,7 @@ class Shipment:
         return self._new_arena(_size(nbytes)).add(source, form)
 
     def _new_arena(self, nbytes: int) -> Arena:
-        arena = Arena(self._allocate(nbytes, self._isolate), self._streams)
+        arena = Arena(self._allocate(nbytes, self._isolate), self._staging)
         self.arenas.append(arena)
         return arena
 

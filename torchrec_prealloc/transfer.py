@@ -27,10 +27,11 @@ from torch import Tensor
 
 from torchrec_prealloc.batch_types import BatchError, is_understood
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.labels import step
 from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.ordering import Ordering
 from torchrec_prealloc.shipment import Arena, Shipment
-from torchrec_prealloc.staging import Background
+from torchrec_prealloc.staging import Background, Staging
 from torchrec_prealloc.stats import TransferStats
 
 _NO_EVENT = object()
@@ -104,7 +105,8 @@ class TransferEngine:
         module: Any = torch.get_device_module(device)
         self.device = _with_index(device, module)
         self.config = config or PreallocConfig()
-        self.stats = TransferStats()
+        self._stats = TransferStats()
+        self._ring_skipped = 0
         self.has_streams = device.type != "cpu" and hasattr(module, "Stream") and hasattr(module, "Event")
         if self.has_streams and side is None:
             with self._on_device(module):
@@ -114,8 +116,8 @@ class TransferEngine:
         self._order = ordering()
         self._pending: dict[int, Transfer] = {}
         self._background = Background()
+        self._staging = Staging(self._order)
         self._memory = Memory(self.device, self.config, self._record, self._describe_pending)
-        self._reading: list[tuple[Any, list[Any]]] = []
         self._passed: dict[int, tuple[weakref.ref[Any], Any]] = {}
         """By `id`, batches that their owner stream waited for, with that stream."""
         # Pipelines copy in one thread and wait in another.
@@ -123,6 +125,17 @@ class TransferEngine:
 
     def _on_device(self, module: Any) -> Any:
         return module.device(self.device) if hasattr(module, "device") else contextlib.nullcontext()
+
+    @property
+    def stats(self) -> TransferStats:
+        """What the engine has done so far: always the same object, brought up to date."""
+        self._stats.staging_bytes = self._staging.nbytes
+        ring = self._memory.ring
+        if ring is not None:
+            self._stats.ring_bytes = ring.kept_bytes
+            self._stats.ring_skipped += ring.skipped - self._ring_skipped
+            self._ring_skipped = ring.skipped
+        return self._stats
 
     def current_stream(self) -> Any:
         """The stream that is current on the engine's device; None on a device without streams."""
@@ -156,23 +169,24 @@ class TransferEngine:
                 if reuse_sources:
                     self._order.host_after_copy(copied)
 
-        shipment = Shipment(self.device, self.has_streams, self.config, isolate, self._memory, flush)
+        staging = self._staging if self.has_streams else None
+        shipment = Shipment(self.device, staging, self.config, isolate, self._memory, flush)
         self._memory.next_batch(owner)
+        if staging is not None:
+            staging.next_batch()
         with self._current(owner):
             try:
                 transfer.batch = shipment.load(batch)
                 self._send(shipment, transfer)
             except BaseException as error:
                 if hasattr(error, "add_note"):  # Python 3.11 on
-                    error.add_note(f"in a batch of class {type(batch).__name__}, after {self.stats.batches} others")
+                    error.add_note(f"in a batch of class {type(batch).__name__}, after {self._stats.batches} others")
                 for copied in transfer._events_queued():
                     self._order.owner_after_copy(owner, copied)
                 raise
         transfer._owned, transfer._isolated, transfer._foreign = shipment.owned, shipment.isolated, shipment.foreign
-        self.stats.batches += 1
-        self.stats.allocations += shipment.allocations
-        if self._memory.ring is not None:
-            self.stats.ring_bytes, self.stats.ring_skipped = self._memory.ring.kept_bytes, self._memory.ring.skipped
+        self._stats.batches += 1
+        self._stats.allocations += shipment.allocations
         if shipment.owned or shipment.foreign:
             earlier = self._pending.get(id(transfer.batch))
             if earlier is not None:
@@ -185,21 +199,22 @@ class TransferEngine:
         taken, direct = shipment.take()
         arenas = [arena for arena in taken if not arena.takes_long]
         with torch.no_grad():
-            for arena in arenas:
-                if arena.sources:
-                    torch._foreach_copy_(arena.targets, arena.sources)
-            self._wait_for_memory(shipment, transfer._owner)
-            with self._current(self.side):
+            with step("gather"):
                 for arena in arenas:
-                    if arena.staging is None:
+                    if arena.sources:
+                        torch._foreach_copy_(arena.targets, arena.sources)
+            self._wait_for_memory(shipment, transfer._owner)
+            with step("copy"), self._current(self.side):
+                for arena in arenas:
+                    if arena.block is None:
                         self._count(arena.nbytes)
                     else:
-                        self._copy(arena.base[: arena.nbytes], arena.staging[: arena.nbytes])
+                        self._copy(arena.base[: arena.nbytes], arena.block[: arena.nbytes])
                 for target, source in direct:
                     self._copy(target, source)
         if self.has_streams:
-            read = [arena.staging for arena in arenas] + [source for _, source in direct]
-            transfer._arrivals.append(self._copied(read))
+            sources = [source for _, source in direct]
+            transfer._arrivals.append(self._copied(sources, [arena.block for arena in arenas]))
             for arena in taken:
                 if arena.takes_long:
                     self._send_later(arena, transfer)
@@ -212,18 +227,18 @@ class TransferEngine:
 
         def fill_and_send() -> Any:
             with torch.no_grad():
-                torch._foreach_copy_(arena.targets, arena.sources)
-                with self._current(self.side):
-                    self._copy(arena.base[: arena.nbytes], cast(Tensor, arena.staging)[: arena.nbytes])
-            return self._copied([arena.staging])
+                with step("gather"):
+                    torch._foreach_copy_(arena.targets, arena.sources)
+                with step("copy"), self._current(self.side):
+                    self._copy(arena.base[: arena.nbytes], cast(Tensor, arena.block)[: arena.nbytes])
+            return self._copied([], [arena.block])
 
         transfer._arrivals.append(self._background.submit(fill_and_send))
 
-    def _copied(self, read: list[Any]) -> Any:
-        """The event after all that was queued on the side stream; until then the host memory `read` is kept."""
+    def _copied(self, sources: list[Any], blocks: list[Any]) -> Any:
+        """The event after all that was queued on the side stream; until then the host memory that it reads is kept."""
         copied = self._record(self.side)
-        with self._lock:
-            self._reading.append((copied, self._order.keep(read)))
+        self._staging.read_until(copied, sources, blocks)
         return copied
 
     def _wait_for_memory(self, shipment: Shipment, owner: Any) -> None:
@@ -265,8 +280,8 @@ class TransferEngine:
 
     def _count(self, nbytes: int) -> None:
         with self._lock:  # the thread in the background counts too
-            self.stats.copies += 1
-            self.stats.bytes += nbytes
+            self._stats.copies += 1
+            self._stats.bytes += nbytes
 
     def wait(self, batch: Any, upstream: Any = None, events: Sequence[Any] = ()) -> bool:
         """Order the current stream after the copy of `batch`.
@@ -298,8 +313,9 @@ class TransferEngine:
             self._forget(transfer)
             return
         reader = self.current_stream()
-        for copied in transfer._events():
-            self._order.reader_after_copy(reader, copied)
+        with step("wait"):
+            for copied in transfer._events():
+                self._order.reader_after_copy(reader, copied)
         if upstream is not None and upstream not in (self.side, reader):
             self._order.reader_after_reader(reader, upstream)
             if upstream in transfer._readers:
@@ -339,15 +355,12 @@ class TransferEngine:
         for transfer in list(self._pending.values()):
             self._settle(transfer)
         self._background.close()
-        self._release_sources()
+        self._staging.take_back()
 
     def close(self) -> None:
         """As `reset`, and wait until the copies have run, so that no host memory is kept."""
         self.reset()
-        with self._lock:
-            for copied, _ in self._reading:
-                self._order.host_after_copy(copied)
-            self._reading.clear()
+        self._staging.close()
 
     def _forget(self, transfer: Transfer) -> None:
         with self._lock:
@@ -379,12 +392,6 @@ class TransferEngine:
             # The transfer's own reference and getrefcount's argument: nobody else has the batch any more.
             if sys.getrefcount(transfer.batch) <= 2:
                 self._settle(transfer)
-        self._release_sources()
-
-    def _release_sources(self) -> None:
-        with self._lock:
-            while self._reading and self._reading[0][0].query():
-                self._reading.pop(0)
 
     @contextlib.contextmanager
     def _current(self, stream: Any) -> Iterator[None]:
