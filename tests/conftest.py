@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_stand_ins import stand_in
+from gpu_stand_ins import backend, stand_in
 
 pytest_plugins = ["torchrec_prealloc.simulator.testing"]
 
@@ -31,7 +31,8 @@ def _one_thread_an_operator() -> None:
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dist.init_process_group(backend(on), init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -58,3 +58,8 @@ def stand_in(device: torch.device) -> None:
     for name, function in STAND_INS.items():
         library.impl(name, function, _KEYS[device.type])
     _libraries[device.type] = library
+
+
+def backend(device: torch.device) -> str:
+    """Backends of a process group whose tensors are on a device: gloo cannot exchange those of a sharded model."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and has_kernels(device) else "gloo"
