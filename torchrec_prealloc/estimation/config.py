@@ -77,10 +77,11 @@ def read_settings(source: str | Path | Mapping[str, Any], wobble: float = 0.0) -
 
 
 def _pipeline_class(section: Mapping[str, Any]) -> type:
-    target = str(section.get("_target_", ""))
+    target = str(section.get("_target_") or "")
     module, _, name = target.rpartition(".")
     known = name.removeprefix("Prealloc")
-    if known not in versions.PIPELINES or (module and not module.startswith(("torchrec.", "torchrec_prealloc"))):
+    elsewhere = module and not (known in versions.PIPELINES and module.startswith(("torchrec.", "torchrec_prealloc")))
+    if elsewhere or not target:
         return pipeline_class(section)
     try:
         return versions.pipeline_class(known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,8 +145,12 @@ def one_rank() -> Iterator[None]:
     if not dist.is_available() or dist.is_initialized():
         yield
         return
+    set_here = "LOCAL_WORLD_SIZE" not in os.environ  # torchrun sets it, and TorchRec's planner asks for it
+    os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        if set_here:
+            del os.environ["LOCAL_WORLD_SIZE"]
