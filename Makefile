@@ -16,12 +16,13 @@ endif
 INSIDE := PATH="$(CURDIR)/.venv/bin:$$PATH"
 
 help:  ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/  make \1	\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
 
 demo: set-up  ## Train on MovieLens-100K three ways and print the table (ARGS="--steps 100 ...")
 	@$(INSIDE) .venv/bin/torchrec-prealloc demo $(ARGS)
 
-test: lint  ## Lint, then the tests that take seconds (ARGS="-k name ...")
+test: lint  ## Lint, pipelines with the oldest and newest TorchRec, the tests that take seconds (ARGS="-k name": only those)
+	@$(if $(ARGS),,$(INSIDE) .venv/bin/python .ci/test_versions.py --fast)
 	@$(INSIDE) .venv/bin/python -m pytest $(ARGS)
 
 test-long: set-up  ## The tests that take minutes

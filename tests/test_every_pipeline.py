@@ -13,7 +13,7 @@ from torchrec_prealloc import simulator, versions
 
 STEPS = 20
 MODES = ("train", "eval", "switched")
-SCHEDULES = [("lazy", 0), ("eager", 0), ("random", 1), ("random", 2), ("random", 3)]
+SCHEDULES = [("lazy", 0), ("eager", 0), ("random", 1)]
 CASES = [
     pytest.param(kind, mode, id=f"{name}-{mode}")
     for name, kind in KINDS.items()
@@ -51,7 +51,7 @@ def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
             seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode)
         assert seen == expected, (schedule, seed)
         assert not (of_batches(ours.reports) if kind.lookup_races else ours.reports), (schedule, seed)
-    with simulator.checked("random", 4, raise_on_report=False) as ours:  # each tensor from where it is
+    with simulator.checked("random", 2, raise_on_report=False) as ours:  # each tensor from where it is
         seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode, prealloc={"direct_bytes": 1})
     assert seen == expected
     assert not (of_batches(ours.reports) if kind.lookup_races else ours.reports)

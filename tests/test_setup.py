@@ -269,6 +269,52 @@ class TestDeclaration:
         assert not re.search(r"^\[project|^\[build-system|^dependencies", text, re.MULTILINE)
 
 
+class TestVersions:
+    @pytest.fixture
+    def versions(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+        monkeypatch.syspath_prepend(ROOT / ".ci")
+        module = importlib.import_module("test_versions")
+        monkeypatch.setattr(module, "PLACE", tmp_path)
+        yield module
+        sys.modules.pop("test_versions")
+        sys.modules.pop("bootstrap")
+
+    def test_make_test_runs_the_oldest_and_the_newest_before_its_own(self, bootstrap, clone, versions):
+        assert (versions.VERSIONS[0], versions.VERSIONS[-1]) == versions.FAST
+        assert bootstrap.PINS["torchrec"] in versions.VERSIONS
+        dry = ["make", "--no-print-directory", "--dry-run", "test", f"PYTHON={sys.executable}"]
+        commands = subprocess.run(dry, cwd=clone, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert commands[-2].endswith(".ci/test_versions.py --fast")
+        assert commands[-1].strip().endswith("-m pytest")
+
+    def test_without_an_index_they_fail_in_one_line(self, versions, monkeypatch, capsys):
+        for name in [name for name in os.environ if name.startswith("PIP_")]:
+            monkeypatch.delenv(name)
+        closed = {"CONFIG_FILE": os.devnull, "INDEX_URL": "https://127.0.0.1:9/simple", "RETRIES": "1", "TIMEOUT": "5"}
+        for name, value in closed.items():
+            monkeypatch.setenv(f"PIP_{name}", value)
+        monkeypatch.setattr(sys, "argv", ["test_versions.py", "1.2.0"])
+        assert versions.main() == 1
+        assert only_line(capsys.readouterr().err).startswith("test-versions: TorchRec 1.2.0 is not tested: no network")
+
+    def test_no_tests_and_no_end_count_as_failures(self, versions, monkeypatch):
+        package = versions.PLACE / "1.2.0" / "torchrec"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        assert versions.run("1.2.0", package.parent, ("tests/there_is_none.py",)).failed == 1
+        monkeypatch.setattr(versions, "AT_MOST", 0.1)
+        late = versions.run("1.2.0", package.parent, ("tests/test_layout.py",))
+        assert (late.failed, late.output) == (1, "\nnot finished after 0.1 s")
+
+    def test_reasons_are_told_apart_by_what_they_say_not_by_the_version(self, versions):
+        outcomes = [versions.Outcome(version) for version in ("1.2.0", "1.4.0")]
+        for outcome in outcomes:
+            outcome.skipped[f"TorchRec {outcome.version} has no X: it came with TorchRec 1.6"] = 3
+        assert versions.reasons(outcomes) == [
+            "  this TorchRec has no X: it came with TorchRec 1.6: 1.2.0 (3), 1.4.0 (3)"
+        ]
+
+
 class TestCommands:
     def test_ci_runs_what_a_newcomer_types(self):
         commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if not line.startswith("#")]
@@ -276,7 +322,7 @@ class TestCommands:
 
     def test_help_lists_the_targets(self, clone):
         done = subprocess.run(["make", "help"], cwd=clone, capture_output=True, text=True, check=True)
-        for target in ("demo", "test", "test-long", "lint", "clean"):
+        for target in ("demo", "test", "test-long", "test-versions", "lint", "clean"):
             assert re.search(rf"^  make {target} ", done.stdout, re.MULTILINE), done.stdout
 
     def test_our_own_warnings_are_seen(self, pytestconfig):
