@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torchrec_prealloc.checkpoint import CheckpointError, PinnedStager, as_numpy, async_save, save, train_state
     from torchrec_prealloc.codec import CodecError, dumps_all, loads_all
     from torchrec_prealloc.config import ConfigError, PreallocConfig, add_prealloc_flags, build_pipeline
+    from torchrec_prealloc.doctor.explain import Explanation, explain
+    from torchrec_prealloc.estimation.estimate import Estimate, EstimateError, estimate
     from torchrec_prealloc.launch import disable, enable
     from torchrec_prealloc.loader import PackedBatch, pack, packed
     from torchrec_prealloc.one_batch import to_device
@@ -34,6 +36,9 @@ __all__ = [
     "ConfigError",
     "Decoder",
     "Encoder",
+    "Estimate",
+    "EstimateError",
+    "Explanation",
     "HostCopy",
     "MissingError",
     "PackedBatch",
@@ -51,6 +56,8 @@ __all__ = [
     "disable",
     "dumps_all",
     "enable",
+    "estimate",
+    "explain",
     "loads_all",
     "pack",
     "packed",
@@ -67,6 +74,8 @@ _MODULES = {
     "checkpoint": ("CheckpointError", "PinnedStager", "as_numpy", "async_save", "save", "train_state"),
     "codec": ("CodecError", "dumps_all", "loads_all"),
     "config": ("ConfigError", "PreallocConfig", "add_prealloc_flags", "build_pipeline"),
+    "doctor.explain": ("Explanation", "explain"),
+    "estimation.estimate": ("Estimate", "EstimateError", "estimate"),
     "loader": ("PackedBatch", "pack", "packed"),
     "launch": ("disable", "enable"),
     "own_copies": ("PreallocStage",),
