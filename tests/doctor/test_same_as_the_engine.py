@@ -14,6 +14,7 @@ from test_arrival import DTYPES, JAGGED, NOT_SIMULATED, TENSORDICTS, TENSORS, Co
 from test_random_trees import Builder, Flagged, Halves, Mode, batches, common
 from torch import Tensor
 
+from doctor.batches import LeavesOne, Opaque
 from torchrec_prealloc import Explanation, PreallocConfig, explain, pack, shipment
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.bench.counting import count_operations
@@ -102,30 +103,6 @@ def check_each_leaf(explanation: Explanation, host: Any, arrived: Any, device: t
             assert after.untyped_storage().nbytes() == nbytes, leaf
     assert all(len(found) == 1 for found in storages.values())
     assert len(set.union(set(), *storages.values())) == len(storages) == len(explanation.segments)
-
-
-class LeavesOne:
-    """Its `to` leaves a field on the host."""
-
-    def __init__(self, moved: Tensor, left: Tensor) -> None:
-        self.moved, self.left = moved, left
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> LeavesOne:
-        return LeavesOne(self.moved.to(device, non_blocking=non_blocking), self.left)
-
-
-class Opaque:
-    """Its `to` fails while it is observed."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Opaque:
-        from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-        if _get_current_dispatch_mode() is not None:
-            raise RuntimeError("I am being watched")
-        return Opaque(self.x.to(device, non_blocking=non_blocking))
 
 
 def many_ways(device: torch.device) -> Any:

@@ -27,9 +27,11 @@ def child_names(obj: Any, children: Sequence[Any]) -> list[str]:
         return [f".{name}" for name in obj._fields]
     if isinstance(obj, (list, tuple)):
         return [f"[{index}]" for index in range(len(children))]
-    by_id = {id(getattr(obj, name)): name for name in field_names(obj)}
-    names = (by_id.get(id(child)) for child in children)
-    return [f"<{index}>" if name is None else f".{name}" for index, name in enumerate(names)]
+    by_id: dict[int, list[str]] = {}
+    for name in field_names(obj):
+        by_id.setdefault(id(getattr(obj, name)), []).append(f".{name}")
+    found = (by_id.get(id(child)) for child in children)
+    return [names.pop(0) if names else f"<{index}>" for index, names in enumerate(found)]
 
 
 def _keys(obj: Any) -> list[Any] | None:

@@ -68,7 +68,8 @@ def _tree(node: ExplainedNode, depth: int, alike: Sequence[ExplainedNode]) -> It
     if node.leaf is not None:
         yield _leaf_line(node.leaf, depth, name, times, count)
         return
-    yield Line(depth, name, count + node.type, sum(leaf.nbytes for leaf in _leaves(alike)), note=node.note)
+    note = "; ".join(filter(None, [node.note, "each:" if times > 1 else ""]))
+    yield Line(depth, name, count + node.type, sum(leaf.nbytes for leaf in _leaves(alike)), note=note)
     shown: list[list[ExplainedNode]] = []
     groups: dict[object, list[ExplainedNode]] = {}
     for child in node.children:
