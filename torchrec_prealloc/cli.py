@@ -12,6 +12,7 @@ COMMANDS = (
     "torchrec_prealloc.estimation.command",
     "torchrec_prealloc.bench.command",
     "torchrec_prealloc.doctor.command",
+    "torchrec_prealloc.headroom.command",
     "torchrec_prealloc.launch",
 )
 """Modules of the subcommands. Each has `NAME`, `SUMMARY`, `add_arguments(parser)` and `run(args)`, and imports what is

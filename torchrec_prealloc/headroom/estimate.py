@@ -1,0 +1,145 @@
+"""What preallocation would give back: the peak of reserved memory, with TorchRec's copies moved to the main stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchrec_prealloc.headroom import snapshot as fields
+from torchrec_prealloc.headroom.cause import Kind
+from torchrec_prealloc.headroom.snapshot import Snapshot
+from torchrec_prealloc.headroom.timeline import Curve, StreamCurves, Timeline, summed
+
+
+@dataclass(frozen=True)
+class Move:
+    """One allocation (`size` bytes) or free (0) of the main stream's pool, as it would be. `key` names the block."""
+
+    key: int
+    size: int
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes; all are peaks.
+
+    Attributes:
+        now: reserved by all streams
+        copies_reserved: of it by side streams for TorchRec's copies
+        copies_alive: what of these copies was alive
+        main_reserved: of `now` by the main stream
+        together: what the main stream's tensors and these copies would need together, if nothing were lost
+        main_after: what the main stream's pool would reserve then
+        after: what all streams would reserve then
+        replayed: `main_after` is what PyTorch's allocator rules give, not the least that is possible
+        by_stack: stacks said which allocations are copies; if not, all that side streams hold was taken for them
+    """
+
+    now: int
+    copies_reserved: int
+    copies_alive: int
+    main_reserved: int
+    together: int
+    main_after: int
+    after: int
+    replayed: bool
+    by_stack: bool
+
+    @property
+    def gives_back(self) -> int:
+        """Negative where it would cost."""
+        return self.now - self.after
+
+
+Replay = Callable[[list[Move]], int | None]
+"""What the main stream's pool reserves at most when it is given these moves; None: cannot be told."""
+
+
+def estimate(snapshot: Snapshot, timeline: Timeline, main: int, replay: Replay | None = None) -> Estimate:
+    """What preallocation would change on one device.
+
+    Args:
+        main: the number of the main stream.
+        replay: runs the history again; without it the least that is possible stands for what would be reserved.
+    """
+    by_stack = snapshot.stacks > 0
+    empty = Curve(0, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    of_main = next((curves for curves in timeline.streams if curves.stream == main), None)
+    main_reserved, main_active = (of_main.reserved, of_main.active) if of_main else (empty, empty)
+    copies_reserved, copies_alive, rest = [], [], []
+    for curves in timeline.streams:
+        if curves.stream == main:
+            continue
+        moved = moved_kinds(curves, by_stack)
+        copies_reserved += [curve for kind, curve in curves.reserved_by_kind.items() if kind in moved]
+        copies_alive += [curve for kind, curve in curves.by_kind.items() if kind in moved]
+        rest += [curve for kind, curve in curves.reserved_by_kind.items() if kind not in moved]
+    together = summed([main_active, *copies_alive]).peak
+    replayed = None
+    if replay is not None and copies_alive and timeline.entries:
+        replayed = replay(moves(snapshot, timeline, main))
+    main_after = max(main_reserved.peak, together if replayed is None else replayed)
+    return Estimate(
+        now=timeline.total().peak,
+        copies_reserved=summed(copies_reserved).peak,
+        copies_alive=summed(copies_alive).peak,
+        main_reserved=main_reserved.peak,
+        together=together,
+        main_after=main_after,
+        after=main_after + summed(rest).peak,
+        replayed=replayed is not None,
+        by_stack=by_stack,
+    )
+
+
+def moved_kinds(curves: StreamCurves, by_stack: bool) -> frozenset[Kind]:
+    """What preallocation takes off a side stream. Memory without a stack counts as what most of the stream's is."""
+    if not by_stack:
+        return frozenset(Kind)
+    known = [(cause.kind, nbytes) for cause, nbytes in curves.sites if cause.kind is not Kind.UNKNOWN]
+    copied = sum(nbytes for kind, nbytes in known if kind is Kind.COPY)
+    mostly = copied > 0 and 2 * copied >= sum(nbytes for _, nbytes in known)
+    return frozenset({Kind.COPY, Kind.UNKNOWN}) if mostly else frozenset({Kind.COPY})
+
+
+def moves(snapshot: Snapshot, timeline: Timeline, main: int) -> list[Move]:
+    """What the main stream's pool would be asked for: its own allocations, and the copies, in the history's order.
+
+    What was held before the history begins comes first. A block of the main stream returns when it did; a copy
+    returns when it was freed, since it waits for no `record_stream`.
+    """
+    by_stack = snapshot.stacks > 0
+    causes = [cause.kind for cause in snapshot.causes]
+    moved = {curves.stream: moved_kinds(curves, by_stack) for curves in timeline.streams if curves.stream != main}
+    trace = snapshot.traces[timeline.device]
+    alive: dict[int, int] = {}  # by address: the block's key
+    later: list[Move] = []
+    before: list[Move] = []
+    for entry in range(len(trace)):
+        action, address = trace.action[entry], trace.address[entry]
+        if action == fields.ALLOC:
+            stream = snapshot.streams[trace.stream[entry]]
+            if stream == main or causes[trace.cause[entry]] in moved.get(stream, ()):
+                alive[address] = entry
+                later.append(Move(entry, trace.size[entry], stream != main))
+        elif action in (fields.FREE_REQUESTED, fields.FREE_COMPLETED, fields.FREE):
+            stream = snapshot.streams[trace.stream[entry]]
+            if (action == fields.FREE_COMPLETED) is not (stream == main) and action != fields.FREE:
+                continue
+            key = alive.pop(address, None)
+            if key is None and (stream == main or Kind.UNKNOWN in moved.get(stream, ())):
+                key = -1 - len(before)
+                before.append(Move(key, trace.size[entry], stream != main))
+            if key is not None:
+                later.append(Move(key, 0))
+    for segment in snapshot.segments:
+        stream = snapshot.streams[segment.stream]
+        if segment.device == timeline.device and (stream == main or stream in moved):
+            for block in segment.blocks:
+                wanted = stream == main or causes[block.cause] in moved[stream]
+                if wanted and block.state == fields.ALLOCATED and block.address not in alive:
+                    before.append(Move(-1 - len(before), block.requested, stream != main))
+    return before + later
