@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -264,21 +266,26 @@ def test_two_devices_in_turn(simulated_accelerator: torch.device) -> None:
 
 
 def slope(samples: list[float]) -> float:
-    """By how much a straight line through the samples rises from the first to the last."""
-    count = len(samples)
-    middle, mean = (count - 1) / 2, sum(samples) / count
-    rise = sum((index - middle) * (sample - mean) for index, sample in enumerate(samples))
-    return rise / sum((index - middle) ** 2 for index in range(count)) * (count - 1)
+    """By how much the samples rise from first to last, as the median over all pairs: single peaks do not count."""
+    pairs = itertools.combinations(enumerate(samples), 2)
+    rises = [(later - earlier) / (index - start) for (start, earlier), (index, later) in pairs]
+    return statistics.median(rises) * (len(samples) - 1)
 
 
 def test_a_slope_is_seen_where_there_is_one() -> None:
     assert slope([5.0] * 9) == 0
     assert slope([float(value) for value in range(9)]) == pytest.approx(8)
+    assert slope([0.0, 0.0, 99.0, 0.0, 0.0, 0.0, 0.0]) == 0
 
 
 def resident() -> float:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
+
+
+MAY_RISE = (4, 4 * 2**20, 16 * 2**10, 4 * 2**20, 2, 2)
+"""RSS in MiB; reserved bytes: a segment of 2 MiB may be taken late; allocated bytes: less than a tensor in three steps;
+pinned bytes: staging comes by the MiB; threads; file descriptors."""
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(2000, marks=pytest.mark.long)])
@@ -288,16 +295,24 @@ def test_memory_is_flat_over_many_steps_of_wobbling_size(
 ) -> None:
     kind = kind_on(name, simulated_accelerator)
     pipeline = kind.build(kind.ours(), simulated_accelerator)
-    batches = pinned(make_batches(64, wobble=True))
-    iterator = (batches[number * 7 % len(batches)] for number in range(steps))
-    host, device, kept = [], [], []
-    for step in range(steps):
+    batches = pinned(make_batches(20, wobble=True))
+    iterator = (batches[number * 7 % len(batches)] for number in range(steps + 8))  # never drained
+    seen: list[tuple[float, ...]] = []
+    kept: list[Any] = []
+    for step in range(1, steps + 1):
         with kind.names(simulated_accelerator):
             kept = [*kept[-3:], pipeline.progress(iterator)]
-        if step >= steps // 2 and step % (steps // 40) == 0:
+        if step >= steps // 2 and step % len(batches) == 0:  # the same batches are under way each time
             gc.collect()
-            host.append(resident())
-            device.append(simulator.stats().devices[0].reserved / 2**20)
-    assert abs(slope(device)) < 0.1, device
-    assert slope(host) < 4, host
+            torch.get_device_module(simulated_accelerator).synchronize()
+            stats = simulator.stats()
+            bytes_now = (stats.devices[0].reserved, stats.devices[0].allocated, stats.pinned.allocated)
+            seen.append((resident(), *bytes_now, *open_ends()))
+    rises = [slope([float(value) for value in values]) for values in zip(*seen, strict=True)]
+    assert all(rise < most for rise, most in zip(rises, MAY_RISE, strict=True)), (rises, seen)
     reset(pipeline)
+
+
+def open_ends() -> tuple[int, int]:
+    """Threads and file descriptors."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 
@@ -13,6 +14,11 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec_prealloc import PreallocTrainPipelineSparseDist
 
 STEPS = 10
+KNOWN = inspect.signature(TrainPipelineSparseDist).parameters
+OPTIONS: list[dict[str, bool]] = [
+    {},
+    *({switch: True} for switch in ("enable_inplace_copy_batch", "free_features_storage_early") if switch in KNOWN),
+]
 
 
 def train(cls: type, device: torch.device, kernel: str, **options: bool) -> list[float]:
@@ -35,7 +41,7 @@ def main(kind: str) -> None:
     for kernel in ("fused", "dense"):
         expected = train(TrainPipelineSparseDist, torch.device("cpu"), kernel)
         assert len(set(expected)) == STEPS, expected
-        for options in ({}, {"enable_inplace_copy_batch": True}, {"free_features_storage_early": True}):
+        for options in OPTIONS:
             if kind == "simulated":
                 for schedule in ("lazy", "eager", "random"):
                     with simulator.checked(schedule=schedule, seed=5):
