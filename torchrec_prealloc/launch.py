@@ -153,6 +153,8 @@ def enable(prealloc: PreallocConfig | Mapping[str, Any] | None = None) -> Enable
         PreallocPipeline.engine_type = SummedEngine
         _enabled = Enabled()
     for theirs in versions.available().values():
+        if issubclass(theirs, PreallocPipeline):
+            continue  # replaced already
         ours: Any = prealloc_pipeline(theirs)
         _enabled.ours[id(theirs)], _enabled.theirs[id(ours)] = ours, theirs
         _warn_of_subclasses(theirs)

@@ -110,7 +110,7 @@ def _import_problems(imports: Mapping[str, Import], fbgemm: Mapping[str, str]) -
                 f"pip install --no-deps fbgemm-gpu-cpu=={version}"
             )
         problems.append(f"FBGEMM cannot be imported: {failed['fbgemm_gpu']}; {remedy}")
-    if "torchrec" in failed and not ("fbgemm_gpu" in failed and "fbgemm" in failed["torchrec"]):
+    if "torchrec" in failed and failed["torchrec"] != failed.get("fbgemm_gpu"):
         problems.append(f"TorchRec cannot be imported: {failed['torchrec']}")
     return problems
 

@@ -73,7 +73,7 @@ def read(file: str) -> CheckedConfig:
         options = {str(name): value for name, value in section.items() if name != "_target_"}
         _check_options(cls, options)
         return CheckedConfig(file, cls, options, PreallocConfig.of(options.get("prealloc")), _is_ours(cls), batch)
-    except ConfigError as error:
+    except (ConfigError, CommandError) as error:
         text = str(error)
         raise CommandError(text if text.startswith(file) else f"{file}: {text}") from None
 

@@ -42,7 +42,8 @@ class Watch:
 
     def __str__(self) -> str:
         number = "1 batch" if self.copied == 1 else f"{self.copied} batches"
-        head = f"The trainer (on {self.trains_on}) was stopped after {number}. The first:"
+        ended = "was stopped" if self.copied >= self._steps else "ended"
+        head = f"The trainer (on {self.trains_on}) {ended} after {number}. The first:"
         return f"{head}\n\n{self.explanation or self.error}"
 
     def before(self, engine: Any, batch: Any, isolate: bool) -> None:
