@@ -76,7 +76,7 @@ def test_a_trainers_losses_are_the_same_with_and_without_the_launcher(trainer: s
         assert "Prealloc" not in theirs
         assert "PreallocTrainPipelineSparseDist" in ours
     if ranks == 1:
-        assert "torchrec-prealloc: 20 batches, " in within.stderr
+        assert "torchrec-prealloc: 34 batches, " in within.stderr  # 20, 2 that keep the pipeline full, twice 4 and 2
         assert "; host only: no device that times its copies" in within.stderr
 
 
@@ -141,6 +141,16 @@ def test_names_mean_ours_while_enabled_and_torchrecs_again_after() -> None:
             sys.modules.pop(name, None)
     assert PreallocPipeline.default_config == PreallocConfig()
     assert PreallocPipeline.engine_type is MeasuredEngine
+
+
+@pytest.mark.usefixtures("_disabled_after")
+def test_a_trainer_that_enables_once_more_changes_the_options_only() -> None:
+    torchrec_prealloc.enable()
+    torchrec_prealloc.enable({"direct_bytes": 5})
+    assert torchrec.distributed.TrainPipelineSparseDist is PreallocTrainPipelineSparseDist
+    assert PreallocPipeline.default_config == PreallocConfig(direct_bytes=5)
+    torchrec_prealloc.disable()
+    assert torchrec.distributed.TrainPipelineSparseDist is TrainPipelineSparseDist
 
 
 @pytest.mark.usefixtures("_disabled_after")
