@@ -121,11 +121,12 @@ def test_the_demo_prints_its_table_and_writes_json_and_png(tmp_path: Path) -> No
     assert "The losses of all 6 steps are equal bit for bit" in done.stdout
     for name in ("blocking_copy", "non_blocking_copy", "preallocated_non_blocking_copy"):
         (line,) = (line for line in done.stdout.splitlines() if line.startswith(f"{name} "))
-        assert line.count("no GPU") == 2
+        assert "no GPU" not in line
         assert name in done.stderr, "progress bar"
+    assert done.stdout.count("(simulated)") == 3
     assert "Warning" not in done.stderr
     content = json.loads((out / "demo.json").read_text())
-    assert [row["gpu_reserved_mib"] for row in content["rows"]] == [None] * 3
+    assert [row["simulated_side_mib"] > 0 for row in content["rows"]] == [False, True, False]
     assert content["settings"]["steps"] == 6
     assert content["machine"]["gpu"] == "no GPU"
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")

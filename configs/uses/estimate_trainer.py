@@ -1,4 +1,4 @@
-"""What a trainer has already: a function that makes a batch, and one that makes its model. See estimate_trainer.yaml."""
+"""What a trainer has already: a function that makes a batch, one that makes its model. See estimate_trainer.yaml."""
 
 from __future__ import annotations
 

@@ -32,3 +32,4 @@ def test_there_is_no_gpu_figure_for_a_cpu() -> None:
         pass
     assert peaks.gpu_allocated is None
     assert peaks.gpu_reserved is None
+    assert peaks.gpu_side is None

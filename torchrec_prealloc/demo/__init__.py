@@ -10,6 +10,7 @@
 - `measure`: peaks of memory of one run
 - `losses`: whether two runs had the same losses, bit for bit
 - `train`: one run of one way
+- `simulated`: the same ways on the simulator, for a demo without a GPU
 - `compare`: all ways, one after another
 - `report`: the table and its files
 - `command`: the flags, and what runs when

@@ -1,6 +1,7 @@
 """`torchrec-prealloc demo`: its flags, and what runs when."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from torchrec_prealloc import third_parties
@@ -30,6 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+    parser.add_argument(
+        "--simulate",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="without a GPU: peaks of a device's memory from the simulator, which takes some seconds",
+    )
+
+
 def run(args: argparse.Namespace) -> None:
     """Run the demo; rank 0 prints the table and writes the files.
 
@@ -44,8 +53,9 @@ def run(args: argparse.Namespace) -> None:
     from torchrec_prealloc.demo.compare import run_all
     from torchrec_prealloc.demo.movielens import read_movielens
     from torchrec_prealloc.demo.process_group import process_group
-    from torchrec_prealloc.demo.report import report, summarise
+    from torchrec_prealloc.demo.report import report, summarise, with_simulated
     from torchrec_prealloc.demo.samples import make_samples
+    from torchrec_prealloc.demo.simulated import Simulated, simulate
     from torchrec_prealloc.ways import OURS, read_section, three_ways
 
     # The model is small: a second thread gives little, and on a machine with other work it costs many times that.
@@ -73,7 +83,10 @@ def run(args: argparse.Namespace) -> None:
                 "device": device.type,
                 "last_loss": float(runs[0].losses[-1]),
             }
-            report(table, settings, args.out)
+            simulated = Simulated()
+            if args.simulate and device.type == "cpu":
+                simulated = simulate(section, args.batch_size, SEED, lambda text: print(text, file=sys.stderr))
+            report(with_simulated(table, simulated), settings, args.out, simulated.problem)
 
 
 def _positive(text: str) -> int:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from torchrec_prealloc.estimation.footprint import Gpu
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
@@ -21,12 +23,14 @@ class Peaks:
     Attributes:
         gpu_allocated: most that tensors held, by the caching allocator's count; None without a GPU
         gpu_reserved: most that the caching allocator held; None without a GPU
+        gpu_side: of it what streams other than the default one hold at the end; None without a GPU
         host: most that was resident of the whole process, interpreter and libraries included, which every way has in
             common; None where the kernel does not let a process reset this figure
     """
 
     gpu_allocated: int | None = None
     gpu_reserved: int | None = None
+    gpu_side: int | None = None
     host: int | None = None
 
 
@@ -51,6 +55,7 @@ def watch_memory(device: torch.device) -> Iterator[Peaks]:
         torch.cuda.synchronize(device)
         peaks.gpu_allocated = torch.cuda.max_memory_allocated(device)
         peaks.gpu_reserved = torch.cuda.max_memory_reserved(device)
+        peaks.gpu_side = sum(size for stream, size in Gpu(device).reserved().items() if stream)
     if resettable:
         peaks.host = _host_peak()
 

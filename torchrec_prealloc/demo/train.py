@@ -58,10 +58,22 @@ def run_way(way: Way, train: TrainBatches, test: TestBatches, device: torch.devi
         losses, speed = _train(pipeline, way, train, device)
     copies, allocations = _operations(pipeline, train, device)
     model.eval()
-    pipeline.reset()
+    _rewind(pipeline)
     with torch.no_grad():
         auc = _auc(pipeline, way.feed(iter(test), device))
     return Run(way.name, first_weights, losses, speed, copies, allocations, peaks, auc)
+
+
+def _rewind(pipeline: Pipeline) -> None:
+    """Make a pipeline whose iterator has ended ready for another.
+
+    TorchRec 1.2 has no `reset()`, 1.3 is the first: there the base pipeline has `_reset_data_iter()` for it, and the
+    others notice a new iterator by themselves.
+    """
+    for name in ("reset", "_reset_data_iter"):
+        method = getattr(pipeline, name, None)
+        if method is not None:
+            method()
 
 
 def _train(pipeline: Pipeline, way: Way, batches: TrainBatches, device: torch.device) -> tuple[torch.Tensor, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -125,6 +126,7 @@ def run_way(
     steps: int,
     ahead: bool = True,
     strict: bool = False,
+    count_model: bool = False,
 ) -> Footprint:
     """What one way holds in `steps` steps of a fresh model and pipeline. `torch.compile` does nothing here.
 
@@ -132,11 +134,18 @@ def run_way(
         way, model, device, steps, ahead: as above.
         batches: host batches.
         strict: on the simulator, raise `RaceError` where accesses are not ordered.
+        count_model: the memory of the model counts, too.
     """
+    fed = way.feed(batches, device)
+
+    @functools.cache
+    def pipeline() -> Any:
+        return way.build(*model(device), device)
+
     with torch.compiler.set_stance("force_eager"):  # no compiler knows the simulated device
-        pipeline = way.build(*model(device), device)
-        fed = way.feed(batches, device)
-        return footprint(lambda: pipeline.progress(fed), device, steps, ahead, strict)
+        if not count_model:
+            pipeline()
+        return footprint(lambda: pipeline().progress(fed), device, steps, ahead, strict)
 
 
 def simulated_device(say: Callable[[str], object] = lambda text: None) -> torch.device:

@@ -111,7 +111,9 @@ class _Simulated:
         return {stream: stats.reserved for (index, stream), stats in streams if index == self._index}
 
 
-class _Gpu:
+class Gpu:
+    """A CUDA device's caching allocator."""
+
     on = "GPU"
 
     def __init__(self, device: torch.device) -> None:
@@ -133,8 +135,8 @@ class _Gpu:
         return pools
 
 
-def _meter(device: torch.device) -> _Simulated | _Gpu:
-    return _Gpu(device) if device.type == "cuda" else _Simulated(device)
+def _meter(device: torch.device) -> _Simulated | Gpu:
+    return Gpu(device) if device.type == "cuda" else _Simulated(device)
 
 
 @contextlib.contextmanager
