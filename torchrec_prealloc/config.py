@@ -35,9 +35,10 @@ class PreallocConfig:
 
     enabled: bool = True
     """False: TorchRec's own copy and waits, as if the pipeline were TorchRec's."""
-    direct_bytes: int = _option(1 << 20, "BYTES", "tensors of at least this size travel by themselves", at_least=1)
+    direct_bytes: int = _option(128 << 10, "BYTES", "tensors of at least this size travel by themselves", at_least=1)
     """Tensors of at least this many bytes travel from their own pinned memory into an allocation of their own;
-    smaller ones are gathered into one arena."""
+    smaller ones are gathered into one arena. The default is where gathering begins to cost the main thread more than
+    one more allocation and copy (`torchrec-prealloc bench threshold`)."""
     size_rounding: int = _option(8, "N", "round allocations up to 1/N of a power of two; 0: not at all")
     """Device allocations are rounded up to a multiple of 1/N of the power of two below them (waste at most 1/N): so
     batches of wobbling size fit the memory that earlier ones gave back. 0: not rounded."""

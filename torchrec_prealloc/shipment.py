@@ -28,6 +28,9 @@ from torchrec_prealloc.staging import Staging
 
 CAPTURE_BYTES = 1 << 20
 """Size of the arenas for conversions of a class' own `to`, whose sizes are not known beforehand."""
+BACKGROUND_BYTES = 1 << 20
+"""Memory that is not pinned is gathered by the thread in the background from this size on. Below it, handing the work
+over takes the main thread about as long as the work."""
 
 _learned: dict[tuple[type, str], Learned] = {}
 
@@ -214,7 +217,7 @@ class Shipment:
             self.direct.append((units[0], sources[0]))
         else:
             arena = Arena(base, self._staging)
-            arena.takes_long = self._streams and segment.nbytes >= self._direct_bytes and segment.direct
+            arena.takes_long = self._streams and segment.nbytes >= BACKGROUND_BYTES and segment.direct
             if not segment.direct:
                 for region in regions:
                     region.run.put(arrived, arena.add_run(region, tensors))

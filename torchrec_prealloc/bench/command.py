@@ -1,14 +1,18 @@
-"""`torchrec-prealloc bench [NAME...]`: run benchmarks, print their tables, hold them to their targets."""
+"""`torchrec-prealloc bench [NAME...]`: run benchmarks, print and draw their tables, hold them to their targets."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchrec_prealloc.errors import CommandError
+
+if TYPE_CHECKING:
+    from torchrec_prealloc.bench.table import Table
 
 NAME = "bench"
 SUMMARY = "run benchmarks and hold them to their targets"
@@ -16,13 +20,16 @@ SUMMARY = "run benchmarks and hold them to their targets"
 BENCHMARKS = {
     "modes": "torchrec_prealloc.bench.modes",
     "transfer": "torchrec_prealloc.bench.transfer",
+    "threshold": "torchrec_prealloc.bench.threshold",
     "trees": "torchrec_prealloc.bench.trees",
     "codec": "torchrec_prealloc.bench.codec",
     "loader": "torchrec_prealloc.bench.loader",
     "checkpoint": "torchrec_prealloc.bench.checkpoint",
 }
 """Each module has `SUMMARY`, `COLUMNS`, `run(full)`, which gives its rows one after the other, and `missed(rows)`,
-which says which targets they miss."""
+which says which targets they miss. Among its columns are `baseline`, what a row is compared with, and `on`, where it
+was measured (GPU, CPU or simulator). `PICTURE`, if there, has the keys of the columns that are drawn; by default those
+of which more or less is better."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", metavar="NAME", nargs="*", help=f"{', '.join(BENCHMARKS)}; all by default")
     parser.add_argument("--check", action="store_true", help="fail, and name them, where targets are missed")
     parser.add_argument("--full", action="store_true", help="longer, and with larger batches")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="write each table there as JSON and Markdown")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="write each table there: JSON, Markdown, PNG")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -66,4 +73,28 @@ def _run_one(name: str, full: bool, out: Path | None) -> list[str]:
     if out is not None:
         table.write_json(out / f"{name}.json", machine, {"full": full})
         (out / f"{name}.md").write_text(table.markdown() + "\n", encoding="utf-8")
+        _draw(module, table, out / f"{name}.png", machine.line())
     return list(module.missed(rows))
+
+
+def _draw(module: Any, table: Table, path: Path, machine: str) -> None:
+    """Draw a table where it can be drawn; where not, one line says so, and the benchmark counts all the same."""
+    from torchrec_prealloc.bench.plot import PlotUnavailable, write_plot
+    from torchrec_prealloc.bench.table import Row
+
+    keys = getattr(module, "PICTURE", None) or [column.key for column in table.columns if column.better]
+    drawn = dataclasses.replace(
+        table,
+        columns=tuple(column for column in table.columns if column.key in keys),
+        rows=tuple(Row(row.name, {key: row.figures.get(key) for key in keys}) for row in table.rows),
+    )
+    try:
+        write_plot(drawn, path, f"{table.subject}: {module.SUMMARY}", _is_ours, machine)
+    except PlotUnavailable as error:
+        print(error)
+    except ValueError as error:
+        print(f"{path.name}: {error}")
+
+
+def _is_ours(name: str) -> bool:
+    return "ours" in name or "preallocated" in name
