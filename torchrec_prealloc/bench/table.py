@@ -9,14 +9,17 @@ way   steps/s  reserved
 ours     12.3    no GPU
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchrec_prealloc.bench.machine import Machine
+if TYPE_CHECKING:  # it imports torch, and a table does not need it
+    from torchrec_prealloc.bench.machine import Machine
 
 Figure = float | int | str
 

@@ -65,8 +65,11 @@ def _replay() -> tuple[Replay | None, str]:
     """How a history is run again, or why it cannot be."""
     from torchrec_prealloc.headroom import replay
 
-    reason = replay.unavailable()
-    return (None, reason) if reason else (replay.reserved, "")
+    if reason := replay.unavailable():
+        return None, reason
+    from tqdm import tqdm
+
+    return lambda moves: replay.reserved(tqdm(moves, desc="replay", unit="", leave=False, delay=1)), ""
 
 
 def _analyse(path: Path, args: argparse.Namespace, replay: Replay | None) -> list[Headroom]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,7 @@ class Estimate:
         return self.now - self.after
 
 
-Replay = Callable[[list[Move]], int | None]
+Replay = Callable[[Iterable[Move]], int | None]
 """What the main stream's pool reserves at most when it is given these moves; None: cannot be told."""
 
 
@@ -66,7 +66,7 @@ def estimate(snapshot: Snapshot, timeline: Timeline, main: int, replay: Replay |
         replay: runs the history again; without it the least that is possible stands for what would be reserved.
     """
     by_stack = snapshot.stacks > 0
-    empty = Curve(0, np.zeros(0, np.int64), np.zeros(0, np.int64))
+    empty = Curve(0, np.zeros(0, np.int32), np.zeros(0, np.int64))
     of_main = next((curves for curves in timeline.streams if curves.stream == main), None)
     main_reserved, main_active = (of_main.reserved, of_main.active) if of_main else (empty, empty)
     copies_reserved, copies_alive, rest = [], [], []
@@ -105,41 +105,74 @@ def moved_kinds(curves: StreamCurves, by_stack: bool) -> frozenset[Kind]:
     return frozenset({Kind.COPY, Kind.UNKNOWN}) if mostly else frozenset({Kind.COPY})
 
 
-def moves(snapshot: Snapshot, timeline: Timeline, main: int) -> list[Move]:
+def moves(snapshot: Snapshot, timeline: Timeline, main: int) -> Iterator[Move]:
     """What the main stream's pool would be asked for: its own allocations, and the copies, in the history's order.
 
     What was held before the history begins comes first. A block of the main stream returns when it did; a copy
     returns when it was freed, since it waits for no `record_stream`.
     """
-    by_stack = snapshot.stacks > 0
-    causes = [cause.kind for cause in snapshot.causes]
-    moved = {curves.stream: moved_kinds(curves, by_stack) for curves in timeline.streams if curves.stream != main}
-    trace = snapshot.traces[timeline.device]
+    sides = [curves for curves in timeline.streams if curves.stream != main]
+    moved = {curves.stream: moved_kinds(curves, snapshot.stacks > 0) for curves in sides}
     alive: dict[int, int] = {}  # by address: the block's key
-    later: list[Move] = []
-    before: list[Move] = []
-    for entry in range(len(trace)):
-        action, address = trace.action[entry], trace.address[entry]
-        if action == fields.ALLOC:
-            stream = snapshot.streams[trace.stream[entry]]
-            if stream == main or causes[trace.cause[entry]] in moved.get(stream, ()):
-                alive[address] = entry
-                later.append(Move(entry, trace.size[entry], stream != main))
-        elif action in (fields.FREE_REQUESTED, fields.FREE_COMPLETED, fields.FREE):
-            stream = snapshot.streams[trace.stream[entry]]
-            if (action == fields.FREE_COMPLETED) is not (stream == main) and action != fields.FREE:
+    for address, size, is_copy in _held_before(snapshot, timeline.device, main, moved):
+        alive[address] = key = -1 - len(alive)
+        yield Move(key, size, is_copy)
+    for entry, address, size, is_copy in _history(snapshot, timeline.device, main, moved):
+        if size:
+            alive[address] = entry
+            yield Move(entry, size, is_copy)
+        elif address in alive:
+            yield Move(alive.pop(address), 0)
+
+
+_Moved = dict[int, frozenset[Kind]]
+"""By the number of a side stream: what would be on the main stream."""
+
+
+def _history(snapshot: Snapshot, device: int, main: int, moved: _Moved) -> Iterator[tuple[int, int, int, bool]]:
+    """Entry, address, size (0: a free), and whether it is a copy, of what concerns the main stream's pool."""
+    trace = snapshot.traces[device]
+    causes = [cause.kind for cause in snapshot.causes]
+    others: set[int] = set()  # what side streams allocated that stays there
+    for entry, action in enumerate(trace.action):
+        if action not in (fields.ALLOC, fields.FREE_REQUESTED, fields.FREE_COMPLETED, fields.FREE):
+            continue
+        stream = snapshot.streams[trace.stream[entry]]
+        if stream == main:
+            if action == fields.FREE_REQUESTED:
                 continue
-            key = alive.pop(address, None)
-            if key is None and (stream == main or Kind.UNKNOWN in moved.get(stream, ())):
-                key = -1 - len(before)
-                before.append(Move(key, trace.size[entry], stream != main))
-            if key is not None:
-                later.append(Move(key, 0))
+        elif stream not in moved or action == fields.FREE_COMPLETED:
+            continue
+        address = trace.address[entry]
+        if action != fields.ALLOC:
+            if address in others:
+                others.discard(address)
+            else:
+                yield entry, address, 0, stream != main
+        elif stream == main or causes[trace.cause[entry]] in moved[stream]:
+            yield entry, address, trace.size[entry], stream != main
+        else:
+            others.add(address)
+
+
+def _held_before(snapshot: Snapshot, device: int, main: int, moved: _Moved) -> Iterator[tuple[int, int, bool]]:
+    """Address, size, and whether it is a copy, of the blocks that the history finds allocated."""
+    trace = snapshot.traces[device]
+    alive: set[int] = set()
+    for entry, address, size, is_copy in _history(snapshot, device, main, moved):
+        if size:
+            alive.add(address)
+        elif address in alive:
+            alive.discard(address)
+        # Nobody knows what it was for: a copy, where all that is unknown counts as one.
+        elif not is_copy or Kind.UNKNOWN in moved[snapshot.streams[trace.stream[entry]]]:
+            yield address, trace.size[entry], is_copy
+    causes = [cause.kind for cause in snapshot.causes]
     for segment in snapshot.segments:
         stream = snapshot.streams[segment.stream]
-        if segment.device == timeline.device and (stream == main or stream in moved):
-            for block in segment.blocks:
-                wanted = stream == main or causes[block.cause] in moved[stream]
-                if wanted and block.state == fields.ALLOCATED and block.address not in alive:
-                    before.append(Move(-1 - len(before), block.requested, stream != main))
-    return before + later
+        if segment.device != device or (stream != main and stream not in moved):
+            continue
+        for block in segment.blocks:
+            wanted = stream == main or causes[block.cause] in moved[stream]
+            if wanted and block.state == fields.ALLOCATED and block.address not in alive:
+                yield block.address, block.requested, stream != main

@@ -17,6 +17,8 @@ from torchrec_prealloc.headroom.cause import Cause, Kind
 from torchrec_prealloc.headroom.snapshot import Segment, Snapshot, Trace
 
 Numbers = npt.NDArray[np.int64]
+Entries = npt.NDArray[np.int32]
+"""Numbers of entries of a history; 32 bits, since a long history is to fit into memory."""
 KINDS = tuple(Kind)
 
 
@@ -25,7 +27,7 @@ class Curve:
     """Bytes over time. After the history's entry `at[i]` they are `value[i]`, before `at[0]` they are `start`."""
 
     start: int
-    at: Numbers
+    at: Entries
     value: Numbers
 
     @property
@@ -41,11 +43,6 @@ class Curve:
         place = int(np.searchsorted(self.at, entry, side="right"))
         return int(self.value[place - 1]) if place else self.start
 
-    def over(self, entries: Numbers) -> Numbers:
-        """The value after each of `entries`."""
-        places = np.searchsorted(self.at, entries, side="right")
-        values = np.concatenate(([self.start], self.value))
-        return values[places]
 
 
 @dataclass
@@ -98,12 +95,16 @@ class Timeline:
 
 def summed(curves: list[Curve]) -> Curve:
     """The sum of curves over the same history."""
+    if len(curves) == 1:
+        return curves[0]
     start = sum(curve.start for curve in curves)
-    at = np.concatenate([curve.at for curve in curves]) if curves else np.zeros(0, np.int64)
-    deltas = [np.diff(curve.value, prepend=curve.start) for curve in curves]
-    order = np.argsort(at, kind="stable")
-    value = start + np.cumsum(np.concatenate(deltas)[order]) if curves else np.zeros(0, np.int64)
-    return Curve(start, at[order], value)
+    at = np.concatenate([np.zeros(0, np.int32), *(curve.at for curve in curves)])
+    value = np.concatenate([np.zeros(0, np.int64), *(np.diff(c.value, prepend=c.start) for c in curves)])
+    order = np.argsort(at, kind="stable").astype(np.int32)
+    at, value = at[order], value[order]
+    np.cumsum(value, out=value)
+    value += start
+    return Curve(start, at, value)
 
 
 def timelines(snapshot: Snapshot) -> list[Timeline]:
@@ -161,13 +162,16 @@ class _History:
 
     def _pass_on(self, address: npt.NDArray[np.uint64], begin: tuple[int, ...], end: tuple[int, ...]) -> None:
         """Give each entry of an `end` the cause of the last `begin` at its address; 0, unknown, where there is none."""
-        entries = np.flatnonzero(np.isin(self.action, (*begin, *end)))
-        order = entries[np.argsort(address[entries], kind="stable")]
-        if not len(order):
+        entries = np.flatnonzero(np.isin(self.action, (*begin, *end))).astype(np.int32)
+        if not len(entries):
             return
-        begins = np.isin(self.action[order], begin)
-        last = np.maximum.accumulate(np.where(begins, np.arange(len(order)), -1))
-        found = (last >= 0) & (address[order[last]] == address[order])
+        address = address[entries]
+        order = np.argsort(address, kind="stable").astype(np.int32)
+        address, order = address[order], entries[order]
+        last = np.where(np.isin(self.action[order], begin), np.arange(len(order), dtype=np.int32), np.int32(-1))
+        np.maximum.accumulate(last, out=last)
+        found = (last >= 0) & (address[last] == address)
+        del address
         self.cause[order] = np.where(found, self.cause[order[last]], 0)
 
 
@@ -180,19 +184,23 @@ def _signs(more: tuple[int, ...], less: tuple[int, ...]) -> npt.NDArray[np.int8]
 def _stream(
     snapshot: Snapshot, history: _History, segments: list[Segment], stream: int, kinds: npt.NDArray[np.uint8]
 ) -> StreamCurves:
-    mine = np.flatnonzero(history.stream == stream)
+    mine = np.flatnonzero(history.stream == stream).astype(np.int32)
     action, size, cause = history.action[mine], history.size[mine], history.cause[mine]
     kind = kinds[cause]
     held = {what: _held(segments, what, kinds) for what in ("reserved", "allocated", "active")}
 
-    def curves(what: str) -> tuple[Curve, dict[Kind, Curve]]:
+    def curves(what: str, divided: bool = True) -> tuple[Curve, dict[Kind, Curve]]:
         sign = history.signs[what][action]
-        changes = np.flatnonzero(sign)
+        changes = np.flatnonzero(sign).astype(np.int32)
+        whole = _curve(sum(held[what].values()), mine[changes], sign[changes] * size[changes])
+        present = set(np.unique(kind[changes]).tolist()) | set(held[what]) if divided else set()
+        if len(present) == 1:
+            return whole, {KINDS[present.pop()]: whole}
         by_kind = {}
-        for number in set(np.unique(kind[changes]).tolist()) | set(held[what]):
+        for number in present:
             some = changes[kind[changes] == number]
             by_kind[KINDS[number]] = _curve(held[what].get(number, 0), mine[some], sign[some] * size[some])
-        return _curve(sum(held[what].values()), mine[changes], sign[changes] * size[changes]), by_kind
+        return whole, by_kind
 
     reserved, reserved_by_kind = curves("reserved")
     allocated, by_kind = curves("allocated")
@@ -207,7 +215,7 @@ def _stream(
         stream=snapshot.streams[stream],
         reserved=reserved,
         allocated=allocated,
-        active=curves("active")[0],
+        active=curves("active", divided=False)[0],
         by_kind=by_kind,
         reserved_by_kind=reserved_by_kind,
         sites=[(snapshot.causes[number], int(sizes[number])) for number in largest.tolist() if sizes[number]],
@@ -230,6 +238,9 @@ def _held(segments: list[Segment], what: str, kinds: npt.NDArray[np.uint8]) -> d
     return held
 
 
-def _curve(end: int, at: Numbers, deltas: Numbers) -> Curve:
+def _curve(end: int, at: Entries, deltas: Numbers) -> Curve:
+    """The curve that changes by `deltas` and ends at `end`; it takes the array over."""
     start = end - int(deltas.sum())
-    return Curve(start, at, start + np.cumsum(deltas))
+    np.cumsum(deltas, out=deltas)
+    deltas += start
+    return Curve(start, at, deltas)
