@@ -21,19 +21,26 @@ from torchrec.distributed.train_pipeline import DataLoadingThread
 
 from torchrec_prealloc import simulator
 
-pytestmark = pytest.mark.usefixtures("one_rank", "_frozen")
+pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = [name for name, kind in KINDS.items() if kind.ranks == 1 and not kind.names_cuda]
 HANDS_OVER = "_exception" in inspect.getsource(DataLoadingThread)
 """Whether TorchRec's loading thread tells its consumer when the loader raises; older ones let it wait forever."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """Collecting garbage looks at what the tests have made, not at torch."""
+    """Collecting garbage looks at what a test has made, not at torch, nor at what earlier tests have imported."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _then_frozen(_frozen: None) -> Iterator[None]:
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def kind_on(name: str, device: torch.device) -> Kind:
