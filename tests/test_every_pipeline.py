@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_stand_ins import stand_in
 from kinds import CPU, KINDS, Kind, of_batches
 
 import torchrec_prealloc
@@ -55,6 +56,21 @@ def test_on_the_simulator_outputs_equal_torchrecs_and_nothing_races(
         seen = kind.run(kind.ours(), simulated_accelerator, STEPS, mode, prealloc={"direct_bytes": 1})
     assert seen == expected
     assert not (of_batches(ours.reports) if kind.lookup_races else ours.reports)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.ranks == 1])
+def test_on_a_gpu_outputs_equal_torchrecs(name: str) -> None:
+    kind, device = KINDS[name], torch.device("cuda", 0)
+    stand_in(device)
+    for mode in MODES if kind.trains else ("eval",):
+        try:
+            expected = kind.run(kind.theirs(), device, STEPS, mode)
+        except RuntimeError as error:
+            pytest.skip(f"{kind.cls} of TorchRec {versions.installed_version()} itself fails: {error}")
+        for options in ({}, {"direct_bytes": 1}, {"buffers": "ring"}):
+            assert kind.run(kind.ours(), device, STEPS, mode, prealloc=options) == expected, (mode, options)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.ranks == 1])
