@@ -202,6 +202,33 @@ def test_what_is_wrong_in_a_config_is_one_line_that_names_it(
     assert err.count("\n") == 1
 
 
+def test_flags_go_before_the_files_options_and_a_wrong_device_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "pipeline: {_target_: PreallocTrainPipelineBase, prealloc: {direct_bytes: 100}}\nbatch: {rows: 10, dense: 4}\n"
+    )
+    assert main(["doctor", "--prealloc-direct-bytes", "50", str(file)]) == 0
+    assert "direct_bytes (50 B)" in capsys.readouterr().out
+    assert main(["doctor", "--prealloc-direct-bytes", "0", str(file)]) == 1
+    assert "prealloc.direct_bytes: 0 is not an int" in capsys.readouterr().err
+    assert main(["doctor", "--device", "tpu", str(file)]) == 1
+    assert capsys.readouterr().err.startswith("torchrec-prealloc doctor: --device: device 'tpu': ")
+
+
+def test_a_batch_of_a_config_that_the_engine_refuses_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_batches.py").write_text("def make(): return 3\n")
+    (tmp_path / "config.yaml").write_text(
+        "pipeline: {_target_: TrainPipelineBase}\nbatch: {_target_: no_batches.make}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", "config.yaml"]) == 1
+    assert "doctor: config.yaml: a batch of type int is no tensor" in capsys.readouterr().err
+
+
 # The status ------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ from torchrec_prealloc.doctor.trial import Learning, Trial
 from torchrec_prealloc.own_to import Learned
 from torchrec_prealloc.shipment import Shipment
 
+MIB = {"direct_bytes": 1 << 20}
+
 
 @dataclasses.dataclass
 class Sample:
@@ -30,7 +32,7 @@ class Sample:
 
 def lines(batch: Any, device: str = "xpu", **options: Any) -> list[str]:
     """The lines of the tree, without the spaces between columns and whether memory is pinned."""
-    text = str(explain(batch, device, **options)).split("\n\n")[1]
+    text = str(explain(batch, device, MIB, **options)).split("\n\n")[1]
     return [" ".join(line.replace(" unpinned ", " ").split()) for line in text.splitlines()]
 
 
@@ -100,7 +102,7 @@ def test_large_tensors_are_told_by_whether_they_are_pinned_and_dense(simulated_a
         "pinned": (large.pin_memory(), Route.DIRECT, "pinned, at least direct_bytes (1.0 MiB)"),
         "gaps": (large.pin_memory()[:, 0], Route.BACKGROUND, "large; there are gaps between its elements"),
     }
-    found = explain({name: tensor for name, (tensor, _, _) in routes.items()}, simulated_accelerator)
+    found = explain({name: tensor for name, (tensor, _, _) in routes.items()}, simulated_accelerator, MIB)
     assert [(leaf.route, leaf.why) for leaf in found.leaves] == [route[1:] for route in routes.values()]
 
 
@@ -132,6 +134,16 @@ def test_what_stays_on_the_host_is_told_with_the_reason(make: Any, why: str, dev
     (left,) = found.of_route(Route.LEFT)
     assert (left.shape, left.why, left.segment) == ((3,), why, None)
     assert len(found.leaves) == 2
+
+
+def test_a_class_that_is_walked_and_a_kjt_that_is_freed_early_are_told(device: torch.device) -> None:
+    found = explain([LeavesOne(numbers(2), 3), jagged()], device, isolate=True)
+    assert "LeavesOne" in str(found)
+    assert "its `to` only moves fields: walked, but for the first of its class" in str(found)
+    whys = {leaf.path: leaf.why for leaf in found.leaves}
+    assert whys["batch[1]._values"].endswith("; apart from other memory, since it is freed early")
+    assert "apart" not in whys["batch[0].moved"]
+    assert len(found.segments) == 2
 
 
 def test_what_a_class_does_each_time_is_told(device: torch.device) -> None:

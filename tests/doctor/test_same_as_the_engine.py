@@ -111,7 +111,8 @@ def many_ways(device: torch.device) -> Any:
     return {
         "small": numbers(3),
         "pinned": pinned(numbers(1001)),
-        "large": numbers(1002),
+        "unpinned": numbers(1002),
+        "large": numbers(shipment.BACKGROUND_BYTES // 4 + 1),
         "gaps": numbers(60, 60)[:, ::2],
         "grad": numbers(5).requires_grad_(),
         "subclass": TENSORS["subclass"](),

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
             raise CommandError(problem)
     if args.trainer is not None:
         third_parties.silence()
+        _check_device(args.device)
         is_config = not args.is_module and Path(args.trainer).suffix in (".yaml", ".yml")
         (_explain_config if is_config else _explain_trainer)(args, problem)
     if problem:
@@ -73,13 +74,20 @@ def _in_one_line(problems: Sequence[str]) -> str:
 
 
 def _explain_config(args: argparse.Namespace, problem: str) -> None:
+    from torchrec_prealloc.batch_types import BatchError
     from torchrec_prealloc.doctor import pipeline_config
 
     sys.path.insert(0, os.getcwd())  # a trainer's own modules, as for its scripts
-    checked = pipeline_config.read(args.trainer)
+    prefix = "prealloc_"
+    flags = {name: value for name, value in vars(args).items() if name.startswith(prefix) and value is not None}
+    checked = pipeline_config.read(args.trainer, {name[len(prefix) :]: value for name, value in flags.items()})
     print(f"\n{checked}", flush=True)
     if checked.batch is not None:
-        print(f"\n{checked.explain(args.device, args.pinned)}", flush=True)
+        try:
+            explanation = checked.explain(args.device, args.pinned)
+        except BatchError as error:
+            raise CommandError(f"{args.trainer}: {error}") from None
+        print(f"\n{explanation}", flush=True)
 
 
 def _explain_trainer(args: argparse.Namespace, problem: str) -> None:
@@ -92,6 +100,15 @@ def _explain_trainer(args: argparse.Namespace, problem: str) -> None:
         if _speaks() and watch.trains_on is not None:
             print(f"\n{watch}", flush=True)
     trainer.leave_process_group(f"torchrec-prealloc {NAME}: {problem}" if problem else "")
+
+
+def _check_device(name: str | None) -> None:
+    from torchrec_prealloc.doctor.trial import Place
+
+    try:
+        Place.of(name)
+    except ValueError as error:
+        raise CommandError(f"--device: {error}") from None
 
 
 def _positive(text: str) -> int:

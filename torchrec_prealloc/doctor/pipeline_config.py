@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,11 @@ class CheckedConfig:
         return explain(self.batch, device, self.prealloc, isolate=isolate, pinned=pinned).without(hidden)
 
 
-def read(file: str) -> CheckedConfig:
+def read(file: str, given: Mapping[str, Any]) -> CheckedConfig:
     """Check a config, and get its first batch.
+
+    Args:
+        given: options of the plugin's that go before the file's.
 
     Raises:
         CommandError: it is no such config; a name in it cannot be imported, an option is unknown or wrong.
@@ -72,7 +76,8 @@ def read(file: str) -> CheckedConfig:
         cls = _class(section)
         options = {str(name): value for name, value in section.items() if name != "_target_"}
         _check_options(cls, options)
-        return CheckedConfig(file, cls, options, PreallocConfig.of(options.get("prealloc")), _is_ours(cls), batch)
+        prealloc = replace(PreallocConfig.of(options.get("prealloc")), **given)
+        return CheckedConfig(file, cls, options, prealloc, _is_ours(cls), batch)
     except (ConfigError, CommandError) as error:
         text = str(error)
         raise CommandError(text if text.startswith(file) else f"{file}: {text}") from None

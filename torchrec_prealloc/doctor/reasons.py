@@ -62,8 +62,8 @@ def why_gathered(nbytes: int, direct_bytes: int, pinned: bool | None, dense: boo
     if nbytes < direct_bytes:
         return f"under direct_bytes ({size_text(direct_bytes)})"
     if not dense:
-        return "there are gaps between its elements"
-    return "its class' `to` gives it other strides" if pinned else "not pinned"
+        return "there are gaps between its elements; into memory of its own"
+    return ("its class' `to` gives it other strides" if pinned else "not pinned") + "; into memory of its own"
 
 
 def why_background(nbytes: int, direct_bytes: int, pinned: bool | None, dense: bool) -> str:

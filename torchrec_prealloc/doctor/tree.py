@@ -96,7 +96,10 @@ class Tree:
             else:
                 children.append(self._node(child, child_name, path, node.group))
         children += self._left_behind(obj, path)
-        return _container(obj, name, path, children)
+        made = _container(obj, name, path, children)
+        if type(obj) in self._trial.known:
+            made = replace(made, note="its `to` only moves fields: walked, but for the first of its class")
+        return made
 
     def _again(self, obj: Any, name: str, path: str, group: int) -> ExplainedNode | None:
         first = self._seen.setdefault((group, id(obj)), path)
@@ -186,7 +189,13 @@ class Tree:
         if position is None:
             return None
         arrived = self._trial.arrived[group][position]
-        return self._leaf(tensor, name, path, group, lambda tensor: self._fate(tensor, arrived))
+
+        def fate(tensor: Tensor) -> Fate:
+            route, segment, why = self._fate(tensor, arrived)
+            apart = group > 0 and segment is not None
+            return route, segment, why + ("; apart from other memory, since it is freed early" if apart else "")
+
+        return self._leaf(tensor, name, path, group, fate)
 
     def _fate(self, tensor: Tensor, arrived: Tensor) -> Fate:
         if arrived is tensor:
