@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Timing:
     def __init__(self, stats: TransferStats) -> None:
         self.stats = stats
         self._done: deque[_Times] = deque()
+        self._lock = threading.Lock()  # a pipeline's loading thread logs, its main thread asks
 
     def add(self, times: _Times) -> None:
         """The owner stream's wait for the batch is queued."""
@@ -42,16 +44,19 @@ class Timing:
 
     def read(self, wait: bool = False) -> None:
         """Read the times of the batches that have arrived; with `wait` the host waits for the others."""
-        while self._done and (wait or self._done[0].wait[1].query()):
-            times = self._done.popleft()
-            times.wait[1].synchronize()
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # events that cannot tell the time
-                copied = sum(start.elapsed_time(end) for start, end in times.copies)
-                waited = times.wait[0].elapsed_time(times.wait[1])
-                self.stats.timed_batches += 1
-                self.stats.timed_bytes += times.nbytes
-                self.stats.copy_ms += copied
-                self.stats.wait_ms += waited
+        with self._lock:
+            while self._done and (wait or self._done[0].wait[1].query()):
+                self._read_one(self._done.popleft())
+
+    def _read_one(self, times: _Times) -> None:
+        times.wait[1].synchronize()
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # events that cannot tell the time
+            copied = sum(start.elapsed_time(end) for start, end in times.copies)
+            waited = times.wait[0].elapsed_time(times.wait[1])
+            self.stats.timed_batches += 1
+            self.stats.timed_bytes += times.nbytes
+            self.stats.copy_ms += copied
+            self.stats.wait_ms += waited
 
 
 class MeasuredEngine(TransferEngine):
