@@ -134,17 +134,17 @@ def _history(snapshot: Snapshot, device: int, main: int, moved: _Moved) -> Itera
     trace = snapshot.traces[device]
     causes = [cause.kind for cause in snapshot.causes]
     others: set[int] = set()  # what side streams allocated that stays there
+    of_copies, of_main = trace.ends()
     for entry, action in enumerate(trace.action):
-        if action not in (fields.ALLOC, fields.FREE_REQUESTED, fields.FREE_COMPLETED, fields.FREE):
+        if action != fields.ALLOC and action not in of_copies and action not in of_main:
             continue
         stream = snapshot.streams[trace.stream[entry]]
-        if stream == main:
-            if action == fields.FREE_REQUESTED:
-                continue
-        elif stream not in moved or action == fields.FREE_COMPLETED:
+        if stream != main and stream not in moved:
             continue
         address = trace.address[entry]
         if action != fields.ALLOC:
+            if action not in (of_main if stream == main else of_copies):
+                continue
             if address in others:
                 others.discard(address)
             else:

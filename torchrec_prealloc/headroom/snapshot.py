@@ -36,20 +36,24 @@ FREE, OTHER = 9, 10
 ALLOCATED, PENDING, INACTIVE = range(3)
 """A block's state: a tensor has it; it was freed, but streams of `record_stream` may still use it; free."""
 
-_GZIP, _ZIP = b"\x1f\x8b", b"PK\x03\x04"
+_GZIP, _ZIP, _PROTOCOL = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
+"""First bytes of files; the last of a pickle that is not of the oldest protocols."""
 _ACTION = {name: number for number, name in enumerate(ACTIONS)}
 
 
 class Numbered:
-    """Values by numbers, as few as there are different ones."""
+    """Values of one type by numbers, as few as there are different ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: type) -> None:
         self.values: list[Any] = []
+        self._of = of
         self._numbers: dict[Any, int] = {}
 
     def number(self, value: Any) -> int:
         number = self._numbers.get(value)
         if number is None:
+            if type(value) is not self._of:
+                raise SnapshotError(f"is no snapshot: {str(value)[:40]!r} where a number of a stream stands")
             number = self._numbers[value] = len(self.values)
             self.values.append(value)
         return number
@@ -77,6 +81,14 @@ class Trace:
 
     def __len__(self) -> int:
         return len(self.action)
+
+    def ends(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The actions that end a tensor's hold of a block, and those after which the block can be used again. Where
+        one kind was left out of the recording (`skip_actions`), the other stands for both."""
+        requested, completed = (FREE_REQUESTED, FREE), (FREE_COMPLETED, FREE)
+        if not self.action.count(FREE_COMPLETED):
+            return requested, requested
+        return (requested if self.action.count(FREE_REQUESTED) else completed), completed
 
 
 class Block(NamedTuple):
@@ -160,7 +172,7 @@ def read_snapshot(path: Path, progress: Callable[[int], object] = lambda _: None
                 raise SnapshotError("is a zip (of torch.save?), not a pickle of torch.cuda.memory._dump_snapshot")
             counted: Any = _Counted(raw, progress)
             file: Readable = gzip.GzipFile(fileobj=counted) if start[:2] == _GZIP else counted
-            return _read(file, path)
+            return _read(file, path, is_pickle=start[:1] == _PROTOCOL or start[:2] == _GZIP)
     except SnapshotError as error:
         raise type(error)(f"{path} {error}") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -181,10 +193,14 @@ class _Counted:
         return data
 
 
-def _read(file: Readable, path: Path) -> Snapshot:
+def _read(file: Readable, path: Path, is_pickle: bool) -> Snapshot:
     kept = _Kept()
     try:
         whole = PlainPickle(file, kept).load()
+    except SnapshotError as error:
+        if is_pickle or "to import" in str(error):
+            raise
+        raise SnapshotError("is no snapshot, since it is no pickle") from None
     except (TypeError, OverflowError, ValueError) as error:  # a column is given what is no number, or too large a one
         raise SnapshotError(f"is no snapshot: a value does not fit ({error})") from None
     if type(whole) is not dict or type(whole.get("segments")) is Trace:
@@ -216,7 +232,7 @@ class _Kept:
     """What is kept of a snapshot's dicts and lists (see `opcodes.Reduction`): they are told apart by their keys."""
 
     def __init__(self) -> None:
-        self.streams, self.causes, self._frames = Numbered(), Numbered(), Numbered()
+        self.streams, self.causes, self._frames = Numbered(int), Numbered(Cause), Numbered(Frame)
         self.stacks = 0
         self._unknown = self.causes.number(UNKNOWN)
         self._entries: list[int] = []  # six numbers each, of those that are in no list yet
@@ -318,5 +334,5 @@ class _Kept:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise SnapshotError(f"is no snapshot: {str(value)[:40]!r} where a number of bytes or a stream stands")
+        raise SnapshotError(f"is no snapshot: {str(value)[:40]!r} where a number stands")
     return value

@@ -156,8 +156,8 @@ class _History:
             self._pass_on(address, begin, end)
         self.signs = {
             "reserved": _signs(*segments),
-            "allocated": _signs((fields.ALLOC,), (fields.FREE_REQUESTED, fields.FREE)),
-            "active": _signs((fields.ALLOC,), (fields.FREE_COMPLETED, fields.FREE)),
+            "allocated": _signs((fields.ALLOC,), trace.ends()[0]),
+            "active": _signs((fields.ALLOC,), trace.ends()[1]),
         }
 
     def _pass_on(self, address: npt.NDArray[np.uint64], begin: tuple[int, ...], end: tuple[int, ...]) -> None:
