@@ -1,13 +1,15 @@
 """`torchrec-prealloc bench`."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from torchrec_prealloc.bench import command
+from torchrec_prealloc.bench import command, plot
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.cli import main
 
@@ -19,13 +21,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def run(full: bool) -> Any:
         ran.append(full)
-        yield Row("a", {"x": 1.5})
+        yield Row("a", {"x": 1.5, "y": 2})
 
-    module = SimpleNamespace(
-        SUMMARY="a test", COLUMNS=(Column("x", "X", 1),), run=run, missed=lambda rows: ["a: X is 1.5"]
-    )
+    columns = (Column("x", "X", 1, better="low"), Column("y", "Y"))
+    module = SimpleNamespace(SUMMARY="a test", COLUMNS=columns, run=run, missed=lambda rows: ["a: X is 1.5"])
     monkeypatch.setattr(command, "BENCHMARKS", {"fake": "fake.path"})
-    monkeypatch.setattr(command.importlib, "import_module", lambda path: module)
+    monkeypatch.setitem(sys.modules, "fake.path", module)  # type: ignore[arg-type]
     return ran
 
 
@@ -36,8 +37,44 @@ def test_the_table_is_printed_and_written(fake: list[bool], tmp_path: Path, caps
     assert "Machine: " in printed
     assert "missed: fake: a: X is 1.5" in printed
     assert fake == [True]
-    assert json.loads((tmp_path / "fake.json").read_text())["rows"] == [{"name": "a", "x": 1.5}]
-    assert (tmp_path / "fake.md").read_text().startswith("| fake | X |")
+    assert json.loads((tmp_path / "fake.json").read_text())["rows"] == [{"name": "a", "x": 1.5, "y": 2}]
+    assert (tmp_path / "fake.md").read_text().startswith("| fake | X | Y |")
+    assert (tmp_path / "fake.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_is_better_is_drawn_and_ours_stands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "write_plot", lambda table, path, title, stands_out, footnote: drawn.append(table))
+    command.run(SimpleNamespace(names=[], check=False, full=False, out=tmp_path))  # type: ignore[arg-type]
+    assert [column.key for column in drawn[0].columns] == ["x"]
+    assert drawn[0].rows == (Row("a", {"x": 1.5}),)
+    names = ["batch: ours, ring", "P: preallocated_non_blocking_copy", "P: blocking_copy", "Tensor.to each"]
+    assert [command._is_ours(name) for name in names] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("error", [plot.PlotUnavailable("no matplotlib"), ValueError("no figures")])
+def test_what_cannot_be_drawn_is_said_and_the_table_is_there(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(plot, "write_plot", fail)
+    command.run(SimpleNamespace(names=[], check=False, full=False, out=tmp_path))  # type: ignore[arg-type]
+    assert str(error) in capsys.readouterr().out
+    assert (tmp_path / "fake.json").exists()
+
+
+@pytest.mark.parametrize("name", command.BENCHMARKS)
+def test_each_row_says_what_it_is_compared_with_and_where_it_was_measured(name: str) -> None:
+    module = importlib.import_module(command.BENCHMARKS[name])
+    keys = {column.key for column in module.COLUMNS}
+    assert "on" in keys
+    # Where the rows are ways of doing one thing, beside each other.
+    assert "baseline" in keys or name in ("modes", "threshold")
+    assert set(getattr(module, "PICTURE", ())) <= keys
 
 
 def test_check_fails_where_a_target_is_missed(fake: list[bool]) -> None:
@@ -47,4 +84,4 @@ def test_check_fails_where_a_target_is_missed(fake: list[bool]) -> None:
 
 def test_an_unknown_name_is_one_line_with_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "transfers"]) == 1
-    assert "no benchmark 'transfers'; there are: modes, transfer" in capsys.readouterr().err
+    assert "no benchmark 'transfers'; there are: modes, " in capsys.readouterr().err

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
+from torchrec_prealloc.bench.machine import measured_on
 from torchrec_prealloc.bench.table import Column, Figure, Row
 from torchrec_prealloc.checkpoint import PinnedStager
 from torchrec_prealloc.demo.measure import watch_memory
@@ -53,7 +54,10 @@ COLUMNS = (
     Column("step", "next step / alone", digits=2, better="low"),
     Column("peak", "peak RSS, MiB", absent="not measured", better="low"),
     Column("copies", f"copies a save of {SMALL + TABLES} tensors", better="low"),
+    Column("baseline", "baseline"),
+    Column("on", "measured on"),
 )
+PICTURE = ("first", "later", "step", "peak")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +177,7 @@ def run(full: bool = False) -> list[Row]:
     del state, stagers
     for name in seen:
         seen[name].peak = _peak_in_child(name, nbytes)
-    return list(_rows(seen))
+    return list(_rows(seen, measured_on(device)))
 
 
 @dataclasses.dataclass
@@ -186,7 +190,7 @@ class _Seen:
     peak: int | None = None
 
 
-def _rows(seen: dict[str, _Seen]) -> Iterator[Row]:
+def _rows(seen: dict[str, _Seen], on: str) -> Iterator[Row]:
     others = [of for name, of in seen.items() if name != OURS]
     best_later = min(statistics.median(of.later) for of in others)
     best_first = min(statistics.median(of.first) for of in others)
@@ -205,6 +209,8 @@ def _rows(seen: dict[str, _Seen]) -> Iterator[Row]:
                 "step": statistics.median(of.step),
                 "peak": of.peak / MIB if of.peak is not None else None,
                 "copies": of.copies,
+                "baseline": "best of the others",
+                "on": on,
             },
         )
 

@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torchrec_prealloc.bench.table import Column, Row
+from torchrec_prealloc.bench.machine import CPU
+from torchrec_prealloc.bench.table import Column, Figure, Row
 from torchrec_prealloc.codec import PROTOCOL, by_value, dumps_all, loads_all
 from torchrec_prealloc.stream import Decoder, Encoder
 
@@ -38,7 +39,11 @@ COLUMNS = (
     Column("faster_cloud", "× faster than cloudpickle one by one", digits=1, better="high"),
     Column("beside_list", "time / pickle of the list", digits=2, better="low"),
     Column("beside_base", "time / row before", digits=2, better="low"),
+    Column("baseline", "baseline"),
+    Column("on", "measured on"),
 )
+PICTURE = ("ms", "kb")
+_ONE_BY_ONE = "pickle, one by one"
 
 _SHARDINGS, _MESSAGES = f"{LEAVES:,} shardings, one mesh of {DEVICES:,}", f"{MESSAGES:,} messages of {KEYS} keys"
 _REFERENCES, _UNIQUE = "twice the shardings", "twice the shardings, twice the mesh"
@@ -123,18 +128,21 @@ def _spec_rows(full: bool) -> list[Row]:
     alone = sum(len(pickle.dumps(one, PROTOCOL)) for one in sample) * scale
     assert loads_all(dumps_all(spec))[0].mesh.devices == spec[0].mesh.devices
     size = len(dumps_all(spec))
-    first = {
+    first: dict[str, Figure | None] = {
         **_times(times["ours"]),
         "kb": size / 1e3,
         "smaller": alone / size,
         "faster": _ratio(times["each"], times["ours"]) * scale,
         "faster_cloud": _ratio(times["cloud"], times["ours"]) * scale,
         "beside_list": _ratio(times["ours"], times["list"]),
+        "baseline": _ONE_BY_ONE,
+        "on": CPU,
     }
     rows = [Row(_SHARDINGS, first)]
     for name, before, key, members in ((_REFERENCES, "ours", "more", more), (_UNIQUE, "more", "most", most)):
         figures = {**_times(times[key]), "kb": len(dumps_all(members)) / 1e3}
-        rows.append(Row(name, {**figures, "beside_base": _ratio(times[key], times[before])}))
+        times_base = _ratio(times[key], times[before])
+        rows.append(Row(name, {**figures, "beside_base": times_base, "baseline": rows[-1].name, "on": CPU}))
     return rows
 
 
@@ -153,7 +161,8 @@ def _stream_row() -> Row:
     assert [decoder.loads(message) for message in written] == messages
     size, alone = sum(map(len, written)), sum(len(pickle.dumps(one, PROTOCOL)) for one in messages)
     faster = _ratio(times["each"], times["ours"])
-    return Row(_MESSAGES, {**_times(times["ours"]), "kb": size / 1e3, "smaller": alone / size, "faster": faster})
+    figures = {**_times(times["ours"]), "kb": size / 1e3, "smaller": alone / size, "faster": faster}
+    return Row(_MESSAGES, {**figures, "baseline": _ONE_BY_ONE, "on": CPU})
 
 
 def _cloud_dumps(obj: Any) -> bytes:

@@ -9,6 +9,8 @@ import platform
 import torch
 
 NO_GPU = "no GPU"
+GPU, CPU, SIMULATOR = "GPU", "CPU", "simulator"
+"""Where a row was measured."""
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "fbgemm-gpu-nightly-cpu")
 _TORCHREC = ("torchrec", "torchrec-nightly")
 
@@ -46,6 +48,11 @@ def describe_machine() -> Machine:
         fbgemm=_version(_FBGEMM),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
+
+
+def measured_on(device: torch.device) -> str:
+    """What a row says of the device that it was measured on."""
+    return {"cpu": CPU, "mtia": SIMULATOR}.get(device.type, GPU)
 
 
 def _cpu_model() -> str:

@@ -1,5 +1,6 @@
 """A table as a picture: one panel for each figure, one bar for each row."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ class PlotUnavailable(Exception):
     """matplotlib is not installed. The message is one line that says what to do."""
 
 
-def write_plot(table: Table, path: Path, title: str, highlight: str = "", footnote: str = "") -> None:
+def write_plot(
+    table: Table, path: Path, title: str, highlight: str | Callable[[str], bool] = "", footnote: str = ""
+) -> None:
     """Draw the table as a PNG.
 
     Only columns with a figure in every row are drawn: a gap would look like a zero.
@@ -25,7 +28,7 @@ def write_plot(table: Table, path: Path, title: str, highlight: str = "", footno
         table: what to draw
         path: of the PNG; its folder is made where it is missing
         title: one line above the panels
-        highlight: name of the row to set off from the others
+        highlight: name of the row to set off from the others, or which names are set off
         footnote: one line below, e.g. the machine
 
     Raises:
@@ -48,7 +51,7 @@ def write_plot(table: Table, path: Path, title: str, highlight: str = "", footno
     panels = figure.subplots(down, across, squeeze=False, sharey=True)
     for place, panel in enumerate(panels.flat):
         if place < len(columns):
-            _draw(panel, table, columns[place], highlight)
+            _draw(panel, table, columns[place], highlight if callable(highlight) else highlight.__eq__)
         else:
             panel.set_axis_off()
     figure.suptitle(title, color=_INK, fontsize=11, fontweight="bold", x=0.01, ha="left")
@@ -58,10 +61,10 @@ def write_plot(table: Table, path: Path, title: str, highlight: str = "", footno
     figure.savefig(path, dpi=150)
 
 
-def _draw(panel: Any, table: Table, column: Column, highlight: str) -> None:
+def _draw(panel: Any, table: Table, column: Column, stands_out: Callable[[str], bool]) -> None:
     names = [row.name for row in table.rows]
     figures = [row.figures[column.key] for row in table.rows]
-    colours = [_HIGHLIGHT if name == highlight else _PLAIN for name in names]
+    colours = [_HIGHLIGHT if stands_out(name) else _PLAIN for name in names]
     bars = panel.barh(range(len(names)), figures, color=colours, height=0.62)
     panel.bar_label(bars, labels=[column.show(figure) for figure in figures], padding=3, fontsize=8, color=_INK)
     panel.set_yticks(range(len(names)), names, fontsize=8)

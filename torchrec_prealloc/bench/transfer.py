@@ -1,11 +1,18 @@
 """One batch to the device: main-thread time and operations, ours beside torch's, TorchRec's and tensordict's ways.
 
-All ways move the same batch in one process, in turns, so that all see the same machine. On a device without streams
-(the CPU) every way is made to copy: TorchRec's in-place path gets a CPU stream to copy on, plain `.to` `copy=True`.
+All ways move the same batch in one process, in turns, so that all see the same machine. Main-thread time is that of
+the call, with the device idle when it begins: nothing in it waits for what was queued before. On a GPU each batch is
+moved once from pinned memory and once from pageable memory, as a DataLoader without `pin_memory=True` gives it, and one
+raw copy of as many bytes, from one pinned buffer into one kept on the device, says what the link can do: GB/s count
+until everything has arrived.
+
+On a device without streams (the CPU) every way is made to copy: TorchRec's in-place path gets a CPU stream to copy on,
+plain `.to` `copy=True`. There is no link then, and no pinned memory.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import statistics
 import time
@@ -20,6 +27,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.test_utils.model_input import ModelInput
 
 from torchrec_prealloc.batch import tensors_in
+from torchrec_prealloc.bench.machine import GPU, measured_on
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.packing import pack
@@ -30,6 +38,8 @@ SUMMARY = "one batch to the device: main-thread time and operations, ours beside
 MIB = 1 << 20
 PLAIN, IN_PLACE, TENSORDICT = "Tensor.to each", "TorchRec in place", "tensordict consolidate"
 PER_BATCH, RING, PACKED = "ours", "ours, ring", "ours, packed"
+RAW = "one raw copy"
+PINNED, PAGEABLE = "pinned", "pageable"
 
 COLUMNS = (
     Column("median", "main thread, µs", digits=0, better="low"),
@@ -39,8 +49,11 @@ COLUMNS = (
     Column("baseline", "baseline"),
     Column("operations", "allocations + copies", better="low"),
     Column("gb_per_second", "GB/s", digits=1, absent="no GPU", better="high"),
+    Column("of_raw", "GB/s / one raw copy", digits=2, absent="no GPU", better="high"),
+    Column("host", "host memory"),
     Column("on", "measured on"),
 )
+PICTURE = ("ratio", "gb_per_second", "of_raw")
 
 
 class Target(NamedTuple):
@@ -49,7 +62,8 @@ class Target(NamedTuple):
     batch: str
     way: str
     figure: str
-    at_most: float
+    at_most: float = float("inf")
+    at_least: float = 0.0
 
 
 STRESS, MANY, LARGE, KJT, MIX = "600 small + 2 KJTs", "10,000 small", "20 x 10 MB", "1 KJT", "mix"
@@ -62,29 +76,47 @@ TARGETS = (
     Target(LARGE, PER_BATCH, "ratio", 1.05),
     Target(KJT, PER_BATCH, "ratio", 1.05),
 )
+GPU_TARGETS = (
+    Target(STRESS, PER_BATCH, "ratio", 0.1),
+    Target(LARGE, PER_BATCH, "of_raw", at_least=0.97),
+    Target(KJT, PER_BATCH, "of_raw", at_least=0.97),
+)
+"""Beside those above, where a GPU was measured."""
 
 
 def missed(rows: Iterable[Row]) -> list[str]:
     """The targets that the rows miss, in words."""
     by_name = {row.name: row.figures for row in rows}
+    on_gpu = any(figures.get("on") == GPU for figures in by_name.values())
     said = []
-    for target in TARGETS:
+    for target in TARGETS + (GPU_TARGETS if on_gpu else ()):
         figure = by_name.get(f"{target.batch}: {target.way}", {}).get(target.figure)
         if figure is None or float(figure) > target.at_most:
             said.append(f"{target.batch}: {target.way}: {target.figure} is {figure}, not at most {target.at_most}")
+        elif float(figure) < target.at_least:
+            said.append(f"{target.batch}: {target.way}: {target.figure} is {figure}, not at least {target.at_least}")
     return said
 
 
 def run(full: bool = False) -> Iterator[Row]:
-    """One row for each batch and way.
+    """One row for each batch and way; on a GPU two, of the batch in pinned and in pageable memory.
 
     Args:
         full: more rounds, and a KeyedJaggedTensor of 1 GB instead of 64 MB.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the time of one thread is what is compared
-    for name, (batch, rounds) in _batches(full).items():
-        yield from _compare(name, batch, rounds * (5 if full else 1), device)
+    try:
+        for name, (batch, rounds) in _batches(full).items():
+            rounds *= 5 if full else 1
+            if device.type != "cuda":
+                yield from _compare(name, batch, rounds, device, PAGEABLE)
+                continue
+            yield from _compare(name, _pin(batch), rounds, device, PINNED)
+            yield from _compare(f"{name}, {PAGEABLE}", batch, max(rounds // 4, 5), device, PAGEABLE)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _batches(full: bool) -> dict[str, tuple[Any, int]]:
@@ -110,20 +142,52 @@ def _kjt(keys: list[str], lengths: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys, torch.zeros(int(lengths.sum()), dtype=torch.int64), lengths=lengths)
 
 
-def _ways(batch: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
-    """Each way as a function that returns what it moved."""
+def _ways(batch: Any, device: torch.device, host: str = PAGEABLE) -> dict[str, Callable[[], Any]]:
+    """Each way as a function that returns what it moved, which the current stream may read then."""
     engine, ring = TransferEngine(device), TransferEngine(device, config=PreallocConfig(buffers="ring"))
     tensors = tensors_in(batch)
     ways: dict[str, Callable[[], Any]] = {}
     if isinstance(batch, ModelInput):
-        stream = torch.get_device_module(device).Stream()
-        ways[IN_PLACE] = lambda: batch.to(device, True, stream)
+        in_place = _in_place_way(batch, device)
+        if _runs(in_place):
+            ways[IN_PLACE] = in_place
         ways[TENSORDICT] = _tensordict_way(tensors, device)
     ways[PLAIN] = lambda: [tensor.to(device, non_blocking=True, copy=True) for tensor in tensors]
     ways[PER_BATCH] = lambda: engine.start(batch).wait()
     ways[RING] = lambda: ring.start(batch).wait()
-    ways.update(_packed_way(batch, device))
+    ways.update(_packed_way(batch, device, host))
+    if device.type == "cuda":
+        ways[RAW] = _raw_way(sum(tensor.nbytes for tensor in tensors), device)
     return ways
+
+
+def _in_place_way(batch: ModelInput, device: torch.device) -> Callable[[], Any]:
+    module: Any = torch.get_device_module(device)
+    stream = module.Stream()
+
+    def move() -> Any:
+        moved = batch.to(device, True, stream)
+        if device.type != "cpu":
+            module.current_stream().wait_stream(stream)  # as TorchRec's pipelines do, by an event
+        return moved
+
+    return move
+
+
+def _runs(move: Callable[[], Any]) -> bool:
+    """Whether a way can be gone: older TorchRecs' in-place path asks for a CUDA stream whatever the device."""
+    try:
+        move()
+    except (RuntimeError, AssertionError):
+        return False
+    return True
+
+
+def _raw_way(nbytes: int, device: torch.device) -> Callable[[], Any]:
+    """What the link can do."""
+    host = torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    return lambda: target.copy_(host, non_blocking=True)
 
 
 def _tensordict_way(tensors: list[Tensor], device: torch.device) -> Callable[[], Any]:
@@ -135,19 +199,17 @@ def _tensordict_way(tensors: list[Tensor], device: torch.device) -> Callable[[],
     return lambda: together.consolidate().to(device, non_blocking=True)
 
 
-def _packed_way(batch: Any, device: torch.device) -> dict[str, Callable[[], Any]]:
+def _packed_way(batch: Any, device: torch.device, host: str) -> dict[str, Callable[[], Any]]:
     engine, packed = TransferEngine(device), pack(batch)
-    if device.type == "cuda":
+    if host == PINNED:
         packed = packed.pin_memory()
     return {PACKED: lambda: engine.start(packed).wait()}
 
 
-def _compare(name: str, batch: Any, rounds: int, device: torch.device) -> Iterator[Row]:
-    if device.type == "cuda":
-        batch = _pin(batch)
+def _compare(name: str, batch: Any, rounds: int, device: torch.device, host: str) -> Iterator[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ways = _ways(batch, device)
+        ways = _ways(batch, device, host)
         for move in ways.values():
             for _ in range(3):  # the first batches are learned from
                 move()
@@ -157,10 +219,12 @@ def _compare(name: str, batch: Any, rounds: int, device: torch.device) -> Iterat
     for _ in range(rounds):
         for way, move in ways.items():
             move()  # else the way that follows one of the same code finds its caches warm, and others do not
+            _synchronize(device)  # else a full queue, or memory that is still read, would be in the time
             times[way].append(_timed(move, device))
     gc.unfreeze()
     baseline = IN_PLACE if IN_PLACE in ways else PLAIN
     bytes_moved = sum(tensor.nbytes for tensor in tensors_in(batch))
+    rates = {way: _rate(move, bytes_moved, device) for way, move in ways.items()}
     for way, seconds in times.items():
         median = statistics.median(seconds)
         yield Row(
@@ -172,14 +236,24 @@ def _compare(name: str, batch: Any, rounds: int, device: torch.device) -> Iterat
                 "ratio": median / statistics.median(times[baseline]),
                 "baseline": baseline,
                 "operations": _operations(ways[way]),
-                "gb_per_second": _rate(ways[way], bytes_moved, device),
-                "on": "GPU" if device.type == "cuda" else "CPU",
+                "gb_per_second": rates[way],
+                "of_raw": _part(rates[way], rates.get(RAW)),
+                "host": PINNED if way == RAW else host,
+                "on": measured_on(device),
             },
         )
 
 
 def _pin(batch: Any) -> Any:
-    return [_pin(one) for one in batch] if isinstance(batch, list) else batch.pin_memory()
+    if isinstance(batch, list):
+        return [_pin(one) for one in batch]
+    if not isinstance(batch, ModelInput):
+        return batch.pin_memory()
+    pinned = copy.copy(batch)  # the class has no `pin_memory`
+    for name, value in vars(batch).items():
+        if isinstance(value, Tensor | KeyedJaggedTensor | list):
+            setattr(pinned, name, _pin(value))
+    return pinned
 
 
 def _timed(move: Callable[[], Any], device: torch.device) -> float:
@@ -187,9 +261,17 @@ def _timed(move: Callable[[], Any], device: torch.device) -> float:
     start = time.perf_counter()
     move()
     seconds = time.perf_counter() - start
+    _synchronize(device)
+    return seconds
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return seconds
+
+
+def _part(rate: float | None, whole: float | None) -> float | None:
+    return rate / whole if rate is not None and whole else None
 
 
 def _rate(move: Callable[[], Any], nbytes: int, device: torch.device) -> float | None:

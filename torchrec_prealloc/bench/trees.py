@@ -26,6 +26,7 @@ from torchrec.distributed.test_utils.model_input import ModelInput
 from torchrec_prealloc import shipment
 from torchrec_prealloc.batch import Walk
 from torchrec_prealloc.batch_types import Kind
+from torchrec_prealloc.bench.machine import CPU
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.transfer import TransferEngine
 
@@ -39,6 +40,8 @@ COLUMNS = (
     Column("leaves", "tensors"),
     *(Column(key, f"{title} µs per tensor", digits=3, better="low") for key, title in STEPS.items()),
     *(Column(f"{key}_{end}", f"{title} {end}", digits=3) for key, title in STEPS.items() for end in ("min", "max")),
+    Column("baseline", "baseline"),
+    Column("on", "measured on"),
 )
 
 
@@ -131,7 +134,7 @@ def _row(name: str, batch: Any, same: Any, rounds: int) -> Row:
         flattened = _timed(times["flatten"], lambda: pytree.tree_flatten(same))
         _timed(times["rebuild"], lambda walk=walk: walk.rebuild(batch, arrived))  # type: ignore[misc]
         _timed(times["unflatten"], lambda flattened=flattened: pytree.tree_unflatten(*flattened))  # type: ignore[misc]
-    figures: dict[str, float | int | str | None] = {"leaves": leaves}
+    figures: dict[str, float | int | str | None] = {"leaves": leaves, "baseline": "torch's pytree", "on": CPU}
     for key, seconds in times.items():
         for suffix, of in (("", statistics.median), ("_min", min), ("_max", max)):
             figures[key + suffix] = of(seconds) / leaves * 1e6
