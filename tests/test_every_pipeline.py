@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from gpu_stand_ins import stand_in
-from kinds import CPU, KINDS, Kind, of_batches
+from kinds import CPU, KINDS, Kind, accumulating, of_batches
 
 import torchrec_prealloc
 from torchrec_prealloc import simulator, versions
@@ -94,6 +95,20 @@ def taken_from(stream: Any) -> int:
     return 0 if pool is None else pool.memory_stats["allocated_bytes.all.allocated"]
 
 
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.ranks == 1 and kind.trains])
+def test_gradients_are_accumulated_around_any(name: str, simulated_accelerator: torch.device) -> None:
+    kind = dataclasses.replace(KINDS[name], wrap=accumulating)
+    seen = []
+    for cls in (kind.theirs(), kind.ours()):
+        with simulator.checked("random", 3, raise_on_report=False) as run:
+            try:
+                seen.append(kind.run(cls, simulated_accelerator, 8))
+            except Exception as error:
+                seen.append((type(error), str(error)))
+    assert seen[1] == seen[0]
+    assert not (of_batches(run.reports) if kind.lookup_races else run.reports)
+
+
 # The names -------------------------------------------------------------------------------------------------------
 
 
@@ -103,6 +118,9 @@ def test_each_class_has_ours_or_says_since_when_torchrec_has_it(name: str) -> No
     if name not in versions.available():
         with pytest.raises(AttributeError, match=f"it came with TorchRec {since}"):
             getattr(torchrec_prealloc, "Prealloc" + name)
+        with pytest.raises(ImportError, match=f"has no {name}: it came with TorchRec {since}"):
+            exec(f"from torchrec_prealloc import Prealloc{name}")
+        assert not hasattr(torchrec_prealloc, "Prealloc" + name)
         assert not versions.at_least(since, versions.installed_version())
         return
     ours = getattr(torchrec_prealloc, "Prealloc" + name)

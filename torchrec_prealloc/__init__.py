@@ -6,6 +6,7 @@ before anything asks for an accelerator, do not wait for TorchRec.
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchrec_prealloc.versions import PIPELINES
@@ -97,7 +98,10 @@ def __getattr__(name: str) -> Any:
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if name in _PIPELINES:
-        return getattr(importlib.import_module(f"{__name__}.pipelines"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.pipelines"), name)
+        except AttributeError as absent:  # from the installed TorchRec
+            raise importlib.import_module(f"{__name__}.versions").for_statement(absent, sys._getframe(1)) from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

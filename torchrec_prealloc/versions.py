@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dis
 import importlib
+from types import FrameType
 from typing import Any
 
 PACKAGE = "torchrec.distributed.train_pipeline"
@@ -50,6 +52,16 @@ def pipeline_class(name: str) -> type:
         raise AttributeError(problem) from error
     found: type = cls
     return found
+
+
+def for_statement(absent: AttributeError, frame: FrameType) -> AttributeError | ImportError:
+    """`absent` for an expression; what tells its reason too where `frame` is at a `from ... import name`.
+
+    Python turns an AttributeError there into "cannot import name", whatever its text; an ImportError passes.
+    """
+    if frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]:
+        return ImportError(str(absent))
+    return absent
 
 
 def available() -> dict[str, type]:
