@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recsys import Model, data_parallel, make_batches, sharded, unsharded
+from recsys import Model, data_parallel, make_batches, replicated, sharded, unsharded
 from torch import Tensor, nn
 
 from torchrec_prealloc import versions
@@ -45,7 +45,7 @@ class Kind:
     wrap: Callable[[Any, nn.Module, Any], Any] = lambda pipeline, model, optimizer: pipeline
     dense_only: bool = False
     since: str = "1.2"
-    """The first TorchRec whose class runs with the torch that is installed."""
+    """The first TorchRec whose class runs so with the torch that is installed."""
     ranks: int = 1
     """How many ranks it takes at least."""
     lookup_races: bool = False
@@ -55,7 +55,7 @@ class Kind:
         """Why the installed TorchRec has no such pipeline; None where it has."""
         installed = versions.installed_version()
         if not versions.at_least(self.since, installed):
-            return f"{self.cls} of TorchRec {installed} does not run with torch {torch.__version__}"
+            return f"{self.cls} of TorchRec {installed} does not run so with torch {torch.__version__}"
         if self.wrap is accumulating and importlib.util.find_spec(ACCUMULATION) is None:
             return f"TorchRec {installed} has no GradientAccumulationWrapper"
         try:
@@ -266,6 +266,17 @@ KINDS = {
         "TrainPipelinePrefetchEMS", options=lambda: {"site_fqn": "hidden"}, on_cpu=CURRENT, names_cuda=True
     ),
     "pec": Kind("TrainPipelinePEC", on_cpu=CURRENT, names_cuda=True),
+    **{
+        f"replicated_{interval}": Kind(
+            "TrainPipelineSparseDist",
+            replicated,
+            lambda interval=interval: {"dmp_collection_sync_interval_batches": interval},  # type: ignore[misc]
+            on_cpu="2-D sharding needs a device",
+            since="1.4",
+            ranks=2,
+        )
+        for interval in (1, 3)
+    },
     "accumulated_base": Kind("TrainPipelineBase", unsharded, wrap=accumulating),
     "accumulated_sparse_dist": Kind("TrainPipelineSparseDist", wrap=accumulating),
 }

@@ -203,6 +203,45 @@ def sharded(
     return dmp, torch.optim.SGD(dense, lr=0.1)
 
 
+def replicated(device: torch.device) -> tuple[nn.Module, Any]:
+    """The model of seed 0 with 2-D sharding: each rank has all tables, and ranks average them when they are told to."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DMPCollection
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingPlan
+
+    torch.manual_seed(0)
+    reference, model = Model(), Model(embeddings_on="meta")
+    model.hidden, model.out = copy.deepcopy(reference.hidden).to(device), copy.deepcopy(reference.out).to(device)
+    sharder: Any = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    )
+    plan = construct_module_sharding_plan(
+        model.ebc,
+        {f"t_{name}": table_wise(rank=0, compute_kernel="fused") for name in FEATURES},
+        local_size=1,
+        world_size=1,
+        device_type=device.type,
+        sharder=sharder,
+    )
+    dmp = DMPCollection(
+        module=model,
+        device=device,
+        plan=ShardingPlan({"ebc": plan}),
+        world_size=dist.get_world_size(),
+        sharding_group_size=1,
+        global_pg=dist.group.WORLD,
+        sharders=[sharder],
+    )
+    with torch.no_grad():
+        for name, value in dmp.state_dict().items():
+            if "ebc" in name:
+                value.to_local().local_shards()[0].copy_(reference.state_dict()[name.replace("module.", "")])
+    dense = [parameter for parameter in dmp.parameters() if parameter.requires_grad]
+    return dmp, torch.optim.SGD(dense, lr=0.1)
+
+
 def data_parallel(device: torch.device) -> tuple[nn.Module, Any]:
     """The model of seed 0, its embeddings sharded data-parallel over CPUs, the rest on `device`."""
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
