@@ -190,7 +190,8 @@ def test_two_ranks_started_by_torchrun_have_equal_losses(tmp_path: Path) -> None
     script = tmp_path / "demo.py"
     script.write_text(
         "from torchrec_prealloc.cli import main\n"
-        f"raise SystemExit(main(['demo', '--steps', '8', '--batch-size', '32', '--no-simulate', '--out', {str(tmp_path)!r}]))\n"
+        "flags = ['--steps', '8', '--batch-size', '32', '--no-simulate', '--out']\n"
+        f"raise SystemExit(main(['demo', *flags, {str(tmp_path / 'out')!r}]))\n"
     )
     done = torchrun(script)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ SUMMARY = "run benchmarks and hold them to their targets"
 
 BENCHMARKS = {
     "modes": "torchrec_prealloc.bench.modes",
+    "pipelines": "torchrec_prealloc.bench.pipelines",
     "transfer": "torchrec_prealloc.bench.transfer",
     "threshold": "torchrec_prealloc.bench.threshold",
     "trees": "torchrec_prealloc.bench.trees",

@@ -145,7 +145,10 @@ def run_way(
     with torch.compiler.set_stance("force_eager"):  # no compiler knows the simulated device
         if not count_model:
             pipeline()
-        return footprint(lambda: pipeline().progress(fed), device, steps, ahead, strict)
+        found = footprint(lambda: pipeline().progress(fed), device, steps, ahead, strict)
+        if hasattr(pipeline(), "reset"):  # an eval pipeline's thread would load on; TorchRec 1.2 has none
+            pipeline().reset()
+    return found
 
 
 def simulated_device(say: Callable[[str], object] = lambda text: None) -> torch.device:
