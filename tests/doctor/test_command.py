@@ -17,6 +17,7 @@ from torchrec_prealloc.doctor import environment
 from torchrec_prealloc.doctor.environment import Environment
 from torchrec_prealloc.doctor.imports import Import
 from torchrec_prealloc.launch import OPTIONS, SWITCH
+from torchrec_prealloc.versions import at_least, installed_version
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -151,6 +152,8 @@ def test_a_config_without_a_batch_is_checked(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_described_batch_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if not at_least("1.7", installed_version()):
+        pytest.skip(f"TorchRec {installed_version()} frees no features early")
     file = tmp_path / "config.yaml"
     file.write_text(
         "pipeline: {_target_: TrainPipelineSparseDist, free_features_storage_early: true}\n"
@@ -257,6 +260,18 @@ def test_where_something_cannot_be_imported_nothing_is_run(
     printed = capsys.readouterr()
     assert "ran" not in printed.out
     assert printed.err == "torchrec-prealloc doctor: 2 problems in this environment: see PROBLEM above\n"
+
+
+def test_the_command_runs_where_torch_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libc10.so is missing')")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "torchrec_prealloc", "doctor", "trainer.py"],
+        capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    problem = "torch cannot be imported: ImportError: libc10.so is missing"
+    assert (done.returncode, done.stderr) == (1, f"torchrec-prealloc doctor: {problem}\n")
+    assert f"PROBLEM  {problem}" in done.stdout
 
 
 @pytest.mark.long
