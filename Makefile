@@ -3,9 +3,11 @@
 #   PYTHON=python3.12 make demo    uses that interpreter; .venv is rebuilt when it was made with another Python version
 #   FLAVOUR=cpu make demo          the CPU packages although there is an NVIDIA driver (or FLAVOUR=cuda)
 #   make demo ARGS="--steps 100"   arguments of the command
+#
+# For a machine with a GPU: `make gpu-check OUT=DIR`.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-versions lint clean set-up
+.PHONY: help demo test test-long test-versions gpu-check lint clean set-up
 
 # Nobody who made .venv with PYTHON=... should have to repeat it: where it is not given, the .venv that is there decides.
 ifeq ($(PYTHON),)
@@ -30,6 +32,11 @@ test-long: set-up  ## The tests that take minutes
 
 test-versions: set-up  ## The pipelines' tests with each TorchRec from 1.2 to 1.9 (ARGS="--fast", ARGS="1.4.0 1.7.0")
 	@$(INSIDE) .venv/bin/python .ci/test_versions.py $(ARGS)
+
+# With SETUP=no in $(PYTHON) as it is: a GPU machine without network has its packages from elsewhere (.ci/gpu_wheels.sh).
+gpu-check: $(if $(filter no,$(SETUP)),,set-up)  ## All that needs a GPU; without one a rehearsal (OUT=DIR, SETUP=no: no .venv)
+	@test -n "$(OUT)" || { echo "gpu-check: say where the results go: make gpu-check OUT=DIR" >&2; exit 1; }
+	@$(if $(filter no,$(SETUP)),$(PYTHON),$(INSIDE) .venv/bin/python) .ci/gpu_check.py "$(OUT)" $(ARGS)
 
 lint: set-up  ## ruff and mypy
 	@$(INSIDE) .venv/bin/ruff check .
