@@ -91,3 +91,15 @@ def test_a_gpus_own_targets_are_held_to_where_one_was_measured() -> None:
     assert transfer.missed(rows) == ["1 KJT: ours: of_raw is 0.9, not at least 0.97"]
     rows[-1] = Row(names[-1], {**good, "of_raw": 0.9, "on": "CPU"})
     assert len(transfer.missed(rows)) == 1  # the other rows are a GPU's
+
+
+def test_time_that_grows_more_than_linearly_is_named() -> None:
+    good = [Row(f"{one.batch}: {one.way}", {one.figure: one.at_most}) for one in transfer.TARGETS[2:]]
+    good.append(Row(f"{transfer.STRESS}: {transfer.PER_BATCH}", {"operations": 3, "ratio": 0.3}))
+    quarter = Row(f"{transfer.QUARTER}: {transfer.PER_BATCH}", {"min": 100.0})
+
+    def many(least: float) -> Row:
+        return Row(f"{transfer.MANY}: {transfer.PER_BATCH}", {"ratio": 0.4, "min": least})
+
+    assert transfer.missed([*good, quarter, many(490.0)]) == []
+    assert "more than linear" in transfer.missed([*good, quarter, many(510.0)])[0]
