@@ -51,6 +51,9 @@ class Kind:
     lookup_races: bool = False
     """Whether TorchRec's embeddings of this pipeline are read by a stream that does not own them, unrecorded."""
 
+    stays: bool = False
+    """Whether TorchRec keeps a pipeline alive that nobody refers to, in a hook of autograd or in what is compiled."""
+
     def lacking(self) -> str | None:
         """Why the installed TorchRec has no such pipeline; None where it has."""
         installed = versions.installed_version()
@@ -240,7 +243,7 @@ KINDS = {
     "eval": Kind("EvalPipelineSparseDist", trains=False),
     "eval_fused": Kind("EvalPipelineFusedSparseDist", on_cpu=CURRENT, trains=False, lookup_races=True),
     "staged": Kind("StagedTrainPipeline", on_cpu=CURRENT),
-    "compiled_autograd": Kind("TrainPipelineSparseDistCompAutograd", eager_autograd, since="1.7"),
+    "compiled_autograd": Kind("TrainPipelineSparseDistCompAutograd", eager_autograd, since="1.7", stays=True),
     "hybrid": Kind("TrainEvalHybridPipelineBase"),
     "eval_cpu_sparse": Kind(
         "EvalPipelineCPUSparse",
@@ -260,10 +263,18 @@ KINDS = {
         ranks=2,
     ),
     "embedding_stash": Kind(
-        "TrainPipelineSparseDistEmbStash", options=lambda: {"site_fqn": "hidden"}, on_cpu=CURRENT, names_cuda=True
+        "TrainPipelineSparseDistEmbStash",
+        options=lambda: {"site_fqn": "hidden"},
+        on_cpu=CURRENT,
+        names_cuda=True,
+        stays=True,
     ),
     "prefetch_ems": Kind(
-        "TrainPipelinePrefetchEMS", options=lambda: {"site_fqn": "hidden"}, on_cpu=CURRENT, names_cuda=True
+        "TrainPipelinePrefetchEMS",
+        options=lambda: {"site_fqn": "hidden"},
+        on_cpu=CURRENT,
+        names_cuda=True,
+        stays=True,
     ),
     "pec": Kind("TrainPipelinePEC", on_cpu=CURRENT, names_cuda=True),
     **{
