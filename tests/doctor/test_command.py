@@ -216,6 +216,8 @@ def test_flags_go_before_the_files_options_and_a_wrong_device_is_one_line(
     assert "direct_bytes (50 B)" in capsys.readouterr().out
     assert main(["doctor", "--prealloc-direct-bytes", "0", str(file)]) == 1
     assert "prealloc.direct_bytes: 0 is not an int" in capsys.readouterr().err
+    assert main(["doctor", str(file), "--pinned"]) == 1
+    assert "--pinned: what follows a config is nobody's; flags go before it" in capsys.readouterr().err
     assert main(["doctor", "--device", "tpu", str(file)]) == 1
     assert capsys.readouterr().err.startswith("torchrec-prealloc doctor: --device: device 'tpu': ")
 

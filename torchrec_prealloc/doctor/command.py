@@ -77,6 +77,8 @@ def _explain_config(args: argparse.Namespace, problem: str) -> None:
     from torchrec_prealloc.batch_types import BatchError
     from torchrec_prealloc.doctor import pipeline_config
 
+    if args.arguments:
+        raise CommandError(f"{' '.join(args.arguments)}: what follows a config is nobody's; flags go before it")
     sys.path.insert(0, os.getcwd())  # a trainer's own modules, as for its scripts
     prefix = "prealloc_"
     flags = {name: value for name, value in vars(args).items() if name.startswith(prefix) and value is not None}
