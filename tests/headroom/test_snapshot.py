@@ -19,7 +19,7 @@ from torchrec_prealloc.headroom.snapshot import ACTIONS, ALLOCATED, INACTIVE, PE
 
 from .written import COPY, SLOT, SLOTS, Written, random_history
 
-many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200, deadline=None)
+many = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
 
 
 def rows(snapshot: Snapshot, device: int = 0) -> list[tuple[Any, ...]]:
@@ -127,9 +127,10 @@ def test_a_damaged_file_gives_a_snapshot_or_one_line(place: int, value: int, tmp
     path = tmp_path / "s.pickle"
     path.write_bytes(bytes(data))
     try:
-        read_snapshot(path)
+        said = str(read_snapshot(path).name)
     except SnapshotError as error:
-        assert "\n" not in str(error)
+        said = str(error)
+    assert "\n" not in said
 
 
 def other(value: Any) -> bytes:

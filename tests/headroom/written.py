@@ -57,12 +57,9 @@ class Written:
 
     def alloc(self, stream: int, size: int, frames: Frames = OTHER) -> int:
         """The address of a block of up to `SLOT` bytes."""
-        for address, segment in self.segments.items():
-            if segment["stream"] == stream and None in segment["blocks"]:
-                slot = segment["blocks"].index(None)
-                break
-        else:
-            address, slot = self.segment(stream, frames), 0
+        free = [b for b, segment in self.segments.items() if segment["stream"] == stream and None in segment["blocks"]]
+        address = free[0] if free else self.segment(stream, frames)
+        slot = self.segments[address]["blocks"].index(None)
         block = {"size": size, "frames": frames, "state": "active_allocated", "stream": stream}
         self.segments[address]["blocks"][slot] = block
         self.event("alloc", stream, address + slot * SLOT, size, frames, [0, 1, 1])

@@ -38,6 +38,7 @@ ALLOCATED, PENDING, INACTIVE = range(3)
 
 _GZIP, _ZIP, _PROTOCOL = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 """First bytes of files; the last of a pickle that is not of the oldest protocols."""
+_ENOUGH = 100
 _ACTION = {name: number for number, name in enumerate(ACTIONS)}
 
 
@@ -86,9 +87,10 @@ class Trace:
         """The actions that end a tensor's hold of a block, and those after which the block can be used again. Where
         one kind was left out of the recording (`skip_actions`), the other stands for both."""
         requested, completed = (FREE_REQUESTED, FREE), (FREE_COMPLETED, FREE)
-        if not self.action.count(FREE_COMPLETED):
-            return requested, requested
-        return (requested if self.action.count(FREE_REQUESTED) else completed), completed
+        counted = self.action.count(FREE_REQUESTED), self.action.count(FREE_COMPLETED)
+        if min(counted) or max(counted) < _ENOUGH:  # a few frees may all be waiting, or all be older than the history
+            return requested, completed
+        return (requested, requested) if counted[0] else (completed, completed)
 
 
 class Block(NamedTuple):
