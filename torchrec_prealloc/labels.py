@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 _NOTHING = contextlib.nullcontext()
+_profiler_enabled = torch.autograd._profiler_enabled
 
 
 def step(name: str) -> Any:
@@ -16,4 +17,4 @@ def step(name: str) -> Any:
 
     Elsewhere it does nothing: `record_function` would cost more than some of the steps.
     """
-    return record_function(f"## prealloc: {name} ##") if torch.autograd._profiler_enabled() else _NOTHING
+    return record_function(f"## prealloc: {name} ##") if _profiler_enabled() else _NOTHING

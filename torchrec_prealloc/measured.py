@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 from torchrec_prealloc.shipment import Shipment
 from torchrec_prealloc.stats import TransferStats, total
@@ -68,7 +67,6 @@ class MeasuredEngine(TransferEngine):
         super().__init__(*args, **kwargs)
         self._is_timed = False
         self._before: Any = None
-        self._under_way: WeakKeyDictionary[Transfer, _Times] = WeakKeyDictionary()
         self._timing = Timing(self._stats)
 
     @property
@@ -86,12 +84,11 @@ class MeasuredEngine(TransferEngine):
         return transfer
 
     def wait_transfer(self, transfer: Transfer, upstream: Any = None, events: Sequence[Any] = ()) -> None:
-        times = self._under_way.pop(transfer, None) if self._under_way else None
+        times = transfer._times
         if times is None or self.current_stream() != transfer._owner:
             super().wait_transfer(transfer, upstream, events)
-            if times is not None:
-                self._under_way[transfer] = times  # its owner waits later
             return
+        transfer._times = None
         before = self._stamp(transfer._owner)
         super().wait_transfer(transfer, upstream, events)
         times.wait = (before, self._stamp(transfer._owner))
@@ -103,7 +100,7 @@ class MeasuredEngine(TransferEngine):
             return
         nbytes = self._stats.bytes
         super()._send(shipment, transfer)
-        times = self._under_way.setdefault(transfer, _Times())
+        times = transfer._times = transfer._times or _Times()
         times.copies.append((self._before, self._stamp(self.side)))
         times.nbytes += self._stats.bytes - nbytes
 

@@ -54,6 +54,8 @@ class Transfer:
     _readers: list[Any] = field(default_factory=list)
     _read: list[Any] = field(default_factory=list)
     """Events: a stream that is no longer in `_readers` has read the batch."""
+    _times: Any = None
+    """What `measured.py` notes of it."""
 
     def wait(self) -> Any:
         """Order the current stream after the copy, and return the batch.
