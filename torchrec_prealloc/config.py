@@ -176,7 +176,7 @@ def make_pipeline(
         ConfigError: an option is unknown or of the wrong type.
     """
     given = dict(options)
-    _check_options(cls, given)
+    check_options(cls, given)
     if "prealloc" in given:
         given["prealloc"] = PreallocConfig.of(given["prealloc"])
     return cls(model=model, optimizer=optimizer, device=device, **given)
@@ -226,7 +226,12 @@ def constructor_options(cls: type) -> dict[str, inspect.Parameter]:
     return options
 
 
-def _check_options(cls: type, options: Mapping[str, Any]) -> None:
+def check_options(cls: type, options: Mapping[str, Any]) -> None:
+    """Refuse options that the constructor of a pipeline class has not, or scalars of another type.
+
+    Raises:
+        ConfigError: the message names the option, and what would be right.
+    """
     known = constructor_options(cls)
     for fixed in ("model", "optimizer", "device"):
         known.pop(fixed, None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_prealloc import versions
-from torchrec_prealloc.config import ConfigError, PreallocConfig, _check_options, load_config, pipeline_class
+from torchrec_prealloc.config import ConfigError, PreallocConfig, check_options, load_config, pipeline_class
 from torchrec_prealloc.doctor.advice import Cost
 from torchrec_prealloc.doctor.explain import Explanation, explain
 from torchrec_prealloc.errors import CommandError
@@ -75,7 +75,7 @@ def read(file: str, given: Mapping[str, Any]) -> CheckedConfig:
             batch = next(iter(read_settings(file).batches()))
         cls = _class(section)
         options = {str(name): value for name, value in section.items() if name != "_target_"}
-        _check_options(cls, options)
+        check_options(cls, options)
         prealloc = replace(PreallocConfig.of(options.get("prealloc")), **given)
         return CheckedConfig(file, cls, options, prealloc, _is_ours(cls), batch)
     except (ConfigError, CommandError) as error:
