@@ -17,12 +17,13 @@ import torch
 from arrivals import CPU, assert_same, engine_for, reference, send
 from hypothesis import given, settings
 from test_arrival import DTYPES, JAGGED, TENSORS, Computes, Subclass, numbers
-from test_random_trees import Builder, Flagged, Mode, batches, common, expected
+from test_random_trees import VARIANTS, Builder, Flagged, Mode, batches, common, expected
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.test_utils.model_input import ModelInput
 
 from torchrec_prealloc import packed_kind
+from torchrec_prealloc.batch_types import BatchError
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.layout import ALIGNMENT
 from torchrec_prealloc.packing import SECTION_BYTES, SHARED_BYTES, PackedBatch, pack
@@ -147,6 +148,25 @@ def test_views_are_none_to_autograd() -> None:
     version = two._version
     one.add_(1)
     assert two._version == version
+
+
+@pytest.mark.parametrize("odd", [0, 7])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_of_the_last_batch_that_is_none_in_this_one(variant: str, odd: int) -> None:
+    for count in (20, 3, 20):
+        pack(Builder(CPU).many(20, count, variant, 20))
+        batch = Builder(CPU).many(20, count, variant, odd)
+        packed = by_queue(pack(batch)) if variant != "subclass" else pack(batch)
+        wanted = [reference(tensor, CPU) if is_plain(tensor) else tensor for tensor in batch]
+        assert_same(packed.unpack(), wanted)
+
+
+def test_a_run_whose_memory_was_freed() -> None:
+    pack([torch.ones(5) for _ in range(20)])
+    batch = [torch.ones(5) for _ in range(20)]
+    batch[7].untyped_storage().resize_(0)
+    with pytest.raises(BatchError, match="its memory was freed"):
+        pack(batch)
 
 
 def test_what_cannot_be_pickled_is_named() -> None:

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch.utils.data import default_collate
 
-from torchrec_prealloc.packing import PackedBatch, pack
+from torchrec_prealloc.packed_batch import PackedBatch
+from torchrec_prealloc.packing import pack
 
 __all__ = ["PackedBatch", "pack", "packed"]
 

@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_prealloc.batch import OwnTo, Walk
 from torchrec_prealloc.batch_types import Kind, has_its_own_way
-from torchrec_prealloc.packing import APART, DTYPES, UNPACKED, PackedBatch
+from torchrec_prealloc.packed_batch import APART, DTYPES, UNPACKED, PackedBatch
 
 REMEMBERED = 64
 """Structures that are remembered."""

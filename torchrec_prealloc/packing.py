@@ -1,14 +1,7 @@
-"""A batch as one uint8 tensor and a few bytes that say what it is.
+"""Packs a batch: any class, shared objects and cycles, as one tensor and a few bytes (`packed_batch.py`).
 
-`pack` writes the batch with pickle, so whatever a DataLoader passes on arrives: any class, shared objects, cycles. Its
-tensors stay out of the pickle. They are laid out in one tensor as the engine lays them out on the device, so that the
-device's memory is a copy of it. What else stays out:
-
-- classes and functions: they travel beside the code, so that reading it imports nothing;
-- tensors that are more than host bytes (subclasses, sparse tensors, tensors that require grad, ...), and large ones
-  that already are in shared memory: they travel apart, as they are.
-
-Every tensor gets the strides that `.to` would give it, and none is a view to autograd.
+Every tensor gets the strides that `.to` would give it, and none is a view to autograd. Runs of equal small tensors are
+found once for all batches of as many tensors, then checked and copied as one (`runs.py`).
 """
 
 from __future__ import annotations
@@ -17,133 +10,32 @@ import functools
 import io
 import pickle
 import types
-from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from torchrec_prealloc.batch_types import Kind, register_kind
 from torchrec_prealloc.buffers import Views, host_bytes, unit_views
-from torchrec_prealloc.codec import PROTOCOL, REFUSALS, Unpickler, refusal
+from torchrec_prealloc.codec import PROTOCOL, REFUSALS, refusal
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.layout import ALIGNMENT, Leaf, Segment, plan
+from torchrec_prealloc.packed_batch import APART, DTYPES, PackedBatch
 from torchrec_prealloc.plain import is_plain, leaf
+from torchrec_prealloc.runs import Run, Structure, structure_of
 
 SECTION_BYTES = PreallocConfig.direct_bytes
 """A tensor of at least this many bytes gets memory of its own on the device, as it does unpacked."""
 SHARED_BYTES = 1 << 20
 """A tensor of at least this many bytes that already is in shared memory costs less to hand over than to copy."""
+REMEMBERED = 64
+"""Numbers of tensors for which the runs are remembered."""
 
-
-class PackedBatch:
-    """A batch that was packed: `DataLoader` workers make them (`packed`), pipelines and `to_device` take them.
-
-    Args:
-        sections: the packed tensors' bytes (uint8, 1-D): first one for all small ones, then one for each large one; or
-            what fills them.
-        apart: tensors that travel as they are.
-    """
-
-    def __init__(
-        self,
-        sections: Sequence[Tensor] | Callable[[], Sequence[Tensor]],
-        apart: Sequence[Tensor],
-        code: bytes,
-        globals_: tuple[Any, ...],
-        dtypes: bytes,
-        table: bytes,
-    ) -> None:
-        self._sections = sections
-        self.apart = tuple(apart)
-        self.code = code
-        """The batch, pickled. Its references are indices into the tensors, and from the end into `globals`."""
-        self.globals = globals_
-        self.dtypes = dtypes
-        """For each tensor the index of its dtype in `DTYPES`, or `APART`."""
-        self.table = table
-
-    @property
-    def sections(self) -> tuple[Tensor, ...]:
-        """Filled when they are first asked for: in a worker by the thread that sends the batch."""
-        if not isinstance(self._sections, tuple):
-            self._sections = tuple(self._sections() if callable(self._sections) else self._sections)
-        return self._sections
-
-    def __len__(self) -> int:
-        """Bytes in the sections."""
-        return sum(map(len, self.sections))
-
-    def pin_memory(self, device: Any = None) -> PackedBatch:
-        """The same in pinned memory, each byte copied once. `DataLoader(pin_memory=True)` calls it in its thread."""
-        apart = [tensor.pin_memory() if is_plain(tensor) else tensor for tensor in self.apart]
-        sections = [section.pin_memory() for section in self.sections]
-        return PackedBatch(sections, apart, self.code, self.globals, self.dtypes, self.table)
-
-    def is_pinned(self) -> bool:
-        """Whether all sections are in pinned memory."""
-        return all(section.is_pinned() for section in self.sections)
-
-    def unpack(self) -> Any:
-        """The batch around views of this memory: what a DataLoader gives that does not pack."""
-        return self.rebuild(self.views(self.sections, self.apart))
-
-    def views(self, sections: Sequence[Tensor], apart: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The batch's tensors, in the order of their indices, as views of (other) sections."""
-        table = read_table(self.table)
-        views: list[Tensor] = []
-        memories = [Views(section) for section in sections]
-        for (number, offset, step, count, shape, strides), dtype in zip(table.pieces, table.types, strict=True):
-            memory = memories[number]
-            first = int(memory.base.storage_offset()) + offset
-            if count == 1:
-                views.append(memory.at(first, (dtype, shape, strides)))
-            elif strides == (1,) and step == shape[0] * dtype.itemsize:
-                views.extend(_split(memory, first, count, dtype, int(shape[0])))
-            else:
-                views.extend(memory.run(first, step, count, (dtype, shape, strides)))
-        views.extend(apart)
-        ordered: Sequence[Tensor] = table.in_order(views)
-        return ordered
-
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The batch around these tensors."""
-        unpickler = Unpickler(self.code, allowed=())
-        # Assigned, not a method: no step of Python for each tensor.
-        unpickler.persistent_load = [*tensors, *reversed(self.globals)].__getitem__  # type: ignore[method-assign]
-        return unpickler.load()
-
-    def __reduce__(self) -> Any:
-        rest = self.apart, self.code, self.globals, self.dtypes, self.table
-        first = self.sections[0]
-        if len(self.sections) > 1 and first.untyped_storage()._cdata == self.sections[-1].untyped_storage()._cdata:
-            # One tensor, so one segment of shared memory and one file descriptor.
-            whole = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
-            return _from_whole, (whole, tuple(map(len, self.sections)), *rest)
-        return PackedBatch, (self.sections, *rest)
-
-    def __repr__(self) -> str:
-        return f"PackedBatch({len(self.dtypes)} tensors, {len(self)} bytes in {len(self.sections)} sections)"
-
-
-def _split(memory: Views, offset: int, count: int, dtype: torch.dtype, size: int) -> Sequence[Tensor]:
-    """`Views.run` for tensors of one dimension without gaps between them, a fifth faster."""
-    flat = memory.at(offset, (dtype, torch.Size((count * size,)), (1,)))
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return flat.split_with_sizes([size] * count)
-
-
-def _from_whole(whole: Tensor, sizes: tuple[int, ...], *rest: Any) -> PackedBatch:
-    return PackedBatch(whole.split(sizes), *rest)
-
-
-# Packing ---------------------------------------------------------------------------------------------------------
-
-DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-APART = 255
+_structures: OrderedDict[int, Structure] = OrderedDict()
 
 
 def pack(batch: Any) -> PackedBatch:
@@ -160,57 +52,135 @@ def pack(batch: Any) -> PackedBatch:
         coder.dump(batch)
     except REFUSALS as error:
         raise refusal({"batch": batch}, error, lambda obj: _Coder(io.BytesIO(), in_worker).dump(obj)) from error
-    dtypes = bytes(_NUMBERS[tensor.dtype] if is_plain(tensor) else APART for tensor in coder.tensors)
-    inside = [dtype != APART and not _goes_apart(tensor) for tensor, dtype in zip(coder.tensors, dtypes, strict=True)]
-    apart = [index for index, is_inside in enumerate(inside) if not is_inside]
-    indices = [index for index, is_inside in enumerate(inside) if is_inside]
-    tensors = [coder.tensors[index] for index in indices]
-    leaves = [leaf(tensor, index) for index, tensor in enumerate(tensors)]
-    segments = plan(leaves, SECTION_BYTES) or [Segment([], ALIGNMENT, direct=False)]
-    segments.sort(key=lambda segment: segment.direct)
-    pieces: list[tuple[Any, ...]] = []
-    order: list[int] = []
-    for number, segment in enumerate(segments):
-        pieces += _pieces(number, segment, leaves, order)
-    # Until then the tensors must not change, just as those that a worker sends unpacked.
-    fill = functools.partial(_fill, segments, leaves, tensors, in_worker)
-    order = [indices[index] for index in order] + apart
-    table = pickle.dumps((pieces, order if order != sorted(order) else None), PROTOCOL)
+    layout = _Layout(coder.tensors)
+    # Until they are filled the tensors must not change, just as those that a worker sends unpacked.
+    whole = _allocate(layout.nbytes, in_worker)
+    apart = [coder.tensors[index] for index in layout.apart]
+    fill = functools.partial(layout.fill, whole)
+    table = pickle.dumps(layout.table(), PROTOCOL)
     return PackedBatch(
-        fill if in_worker else fill(),
-        [coder.tensors[index] for index in apart],
-        buffer.getvalue(),
-        tuple(coder.globals),
-        dtypes,
-        table,
+        fill if in_worker else fill(), apart, buffer.getvalue(), tuple(coder.globals), layout.dtypes, table
+    )
+
+
+class _Layout:
+    """Where each tensor of a batch lands.
+
+    Args:
+        tensors: distinct ones. The list is taken over.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        structure, looked_at = _structure(tensors)
+        self.apart: list[int] = []
+        """Positions of the tensors that travel as they are."""
+        self._tensors = tensors
+        self._inside: list[int] = []
+        self._regions = structure.regions(tensors)
+        self.dtypes = self._sort(structure)
+        """As in the packed batch."""
+        self._leaves = [looked_at.get(index) or leaf(tensors[index], index) for index in self._inside]
+        taken = sum(region.nbytes for region in self._regions)
+        self._segments = plan(self._leaves, SECTION_BYTES, taken) or [Segment([], ALIGNMENT, direct=False)]
+        self._segments.sort(key=lambda segment: segment.direct)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all sections."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    def _sort(self, structure: Structure) -> bytes:
+        dtypes = bytearray([APART]) * len(self._tensors)
+        for run in structure.runs:
+            number = _NUMBERS[run.dtype]
+            if isinstance(run.members, range):
+                dtypes[run.members.start : run.members.stop] = bytes([number]) * len(run.members)
+            else:
+                for index in run.members:
+                    dtypes[index] = number
+        for index in structure.singles:
+            tensor = self._tensors[index]
+            inside = is_plain(tensor)
+            if inside:
+                dtypes[index] = _NUMBERS[tensor.dtype]
+            (self._inside if inside and not _goes_apart(tensor) else self.apart).append(index)
+        return bytes(dtypes)
+
+    def table(self) -> tuple[list[tuple[Any, ...]], list[int] | None]:
+        """What `read_table` reads."""
+        pieces: list[tuple[Any, ...]] = []
+        order: list[int] = []
+        for region in self._regions:
+            first = self._tensors[region.run.members[0]]
+            place = (0, region.offset, region.slot, len(region.run.members), _NUMBERS[region.run.dtype])
+            pieces.append((*place, tuple(region.shape), first.stride()))
+            order += region.run.members
+        found: list[int] = []
+        for number, segment in enumerate(self._segments):
+            pieces += _pieces(number, segment, self._leaves, found)
+        order += [self._inside[index] for index in found]
+        order += self.apart
+        return pieces, order if order != sorted(order) else None
+
+    def fill(self, whole: Tensor) -> Sequence[Tensor]:
+        """Copy the tensors into new memory of `nbytes`; returns the sections."""
+        views = Views(whole)
+        with torch.no_grad():
+            for region in self._regions:
+                region.gather(self._tensors, region.rows(views))
+            start = 0
+            for segment in self._segments:
+                self._fill_section(views, segment, start)
+                start += segment.nbytes
+        return list(whole.split([segment.nbytes for segment in self._segments]))
+
+    def _fill_section(self, views: Views, segment: Segment, start: int) -> None:
+        sources: list[Tensor] = []
+        for unit in segment.units:
+            unit.offset += start
+            first = self._tensors[self._inside[unit.members[0]]]
+            sources.append(first if len(unit.members) == 1 else host_bytes(unit, first))
+        if sources:
+            torch._foreach_copy_(unit_views(views, segment, self._leaves), sources)
+
+
+def _structure(tensors: Sequence[Tensor]) -> tuple[Structure, Mapping[int, Leaf]]:
+    """The runs among a batch's tensors: those of the last batch of as many, if they are runs here, too.
+
+    Returns:
+        The structure, and the leaves at the positions of those tensors that had to be looked at for it.
+    """
+    count = len(tensors)
+    known = _structures.get(count)
+    if known is not None and known.fits(tensors, SECTION_BYTES) and all(_is_run(run, tensors) for run in known.runs):
+        return known, {}
+    leaves = [leaf(tensor, index) if is_plain(tensor) else None for index, tensor in enumerate(tensors)]
+    structure = structure_of(leaves, tensors, SECTION_BYTES)
+    if structure.runs:
+        _structures[count] = structure
+        while len(_structures) > REMEMBERED:
+            _structures.popitem(last=False)
+    return structure, {index: found for index, found in enumerate(leaves) if found is not None}
+
+
+_shape, _is_cpu, _requires_grad = attrgetter("shape"), attrgetter("is_cpu"), attrgetter("requires_grad")
+
+
+def _is_run(run: Run, tensors: Sequence[Tensor]) -> bool:
+    """What `Structure.fits` leaves open: whether the members are of one shape, and plain."""
+    members = run.pick(tensors)
+    return (
+        len(set(map(_shape, members))) == 1
+        and all(map(_is_cpu, members))
+        and not any(map(_requires_grad, members))
+        and not any(map(Tensor.is_neg, members))
+        and not (run.dtype.is_complex and any(map(Tensor.is_conj, members)))
     )
 
 
 def _goes_apart(tensor: Tensor) -> bool:
     nbytes = tensor.numel() * tensor.element_size()
     return nbytes >= SHARED_BYTES and tensor.is_shared()
-
-
-def _fill(
-    segments: Sequence[Segment], leaves: Sequence[Leaf], tensors: Sequence[Tensor], shared: bool
-) -> Sequence[Tensor]:
-    """Copy the tensors into new memory, one section for each segment."""
-    sizes = [segment.nbytes for segment in segments]
-    whole = _allocate(sum(sizes), shared)
-    views = Views(whole)
-    targets: list[Tensor] = []
-    sources: list[Tensor] = []
-    start = 0
-    for segment in segments:
-        for unit in segment.units:
-            unit.offset += start
-            first = tensors[unit.members[0]]
-            sources.append(first if len(unit.members) == 1 else host_bytes(unit, first))
-        targets += unit_views(views, segment, leaves)
-        start += segment.nbytes
-    if sources:
-        torch._foreach_copy_(targets, sources)
-    return list(whole.split(sizes))
 
 
 def _pieces(number: int, segment: Segment, leaves: Sequence[Leaf], order: list[int]) -> list[tuple[Any, ...]]:
@@ -254,7 +224,7 @@ class _Coder(pickle.Pickler):
         self._indices: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, Tensor):
+        if type(obj) is Tensor or isinstance(obj, Tensor):
             index = self._indices.get(id(obj))
             if index is None:
                 index = self._indices[id(obj)] = len(self.tensors)
@@ -277,36 +247,3 @@ class _Coder(pickle.Pickler):
 def _check_importable(obj: Any) -> None:
     """Refuse here what would fail later, in the queue's own thread, where nobody hears of it."""
     pickle.dumps(obj, PROTOCOL)
-
-
-# Reading ---------------------------------------------------------------------------------------------------------
-
-
-class Table(NamedTuple):
-    """Where the tensors lie."""
-
-    pieces: tuple[tuple[int, int, int, int, torch.Size, tuple[int, ...]], ...]
-    """Section, byte offset of the first tensor, bytes from one to the next, count, shape, strides."""
-    types: tuple[torch.dtype, ...]
-    in_order: Any
-    """Puts the tensors of all pieces, and behind them those apart, in the order of their indices."""
-
-
-@functools.lru_cache(maxsize=256)
-def read_table(table: bytes) -> Table:
-    """Read what `pack` wrote."""
-    pieces, order = Unpickler(table, allowed=()).load()
-    positions = sorted(range(len(order)), key=order.__getitem__) if order is not None else []
-    in_order = itemgetter(*positions) if len(positions) > 1 else lambda tensors: tensors
-    read = tuple((*piece[:4], torch.Size(piece[5]), piece[6]) for piece in pieces)
-    return Table(read, tuple(DTYPES[piece[4]] for piece in pieces), in_order)
-
-
-def _choose(packed: PackedBatch, own_to: Any, isolate: bool) -> Kind:
-    from torchrec_prealloc.packed_kind import choose
-
-    return choose(packed, own_to, isolate)
-
-
-UNPACKED = Kind(lambda packed: ([packed.unpack()], None), lambda children, _: children[0])
-register_kind(PackedBatch, UNPACKED._replace(choose=_choose))
