@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
 import torch
 from test_arrival import JAGGED, TENSORS, Computes, numbers
 from test_random_trees import Flagged, Mode, Noded, Registered
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from doctor.batches import LeavesOne, Plain, jagged
-from torchrec_prealloc import BatchError, ConfigError, explain, pack, shipment, unpinned
+from torchrec_prealloc import BatchError, ConfigError, buffers, explain, pack, shipment, unpinned
 from torchrec_prealloc.doctor.reasons import Route
 from torchrec_prealloc.doctor.trial import Learning, Trial
 from torchrec_prealloc.own_to import Learned
@@ -200,8 +203,29 @@ def test_neither_what_was_learned_nor_what_was_warned_of_is_touched(device: torc
     assert unpinned._checked == checked
 
 
+def test_the_memory_of_the_trial_is_given_back_at_once(
+    simulated_accelerator: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory: list[StorageWeakRef] = []
+    make = buffers.allocate
+
+    def allocate(*args: Any) -> Tensor:
+        base = make(*args)
+        memory.append(StorageWeakRef(base.untyped_storage()))
+        return base
+
+    monkeypatch.setattr("torchrec_prealloc.memory.allocate", allocate)
+    gc.disable()
+    try:
+        explain([LeavesOne(numbers(2), 3), Computes(numbers(3)), numbers(300_000)], simulated_accelerator)
+    finally:
+        gc.enable()
+    assert len(memory) >= 4
+    assert all(one.expired() for one in memory)
+
+
 def test_what_a_trial_writes_down_are_methods_of_the_engine() -> None:
-    own = {"examine", "_list", "_run_queue"}
+    own = {"examine", "write_down"}
     for ours, engines in ((Trial, Shipment), (Learning, Learned)):
         names = {name for name, value in vars(ours).items() if callable(value) and not name.startswith("__")}
         assert {name for name in names if not hasattr(engines, name)} <= own

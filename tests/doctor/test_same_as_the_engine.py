@@ -18,8 +18,8 @@ from doctor.batches import LeavesOne, Opaque
 from torchrec_prealloc import Explanation, PreallocConfig, explain, pack, shipment
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.bench.counting import count_operations
+from torchrec_prealloc.doctor.place import Place
 from torchrec_prealloc.doctor.reasons import Route, why_not_plain
-from torchrec_prealloc.doctor.trial import Place
 from torchrec_prealloc.packing import PackedBatch
 from torchrec_prealloc.plain import is_plain
 from torchrec_prealloc.stats import TransferStats

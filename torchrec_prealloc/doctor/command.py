@@ -105,7 +105,7 @@ def _explain_trainer(args: argparse.Namespace, problem: str) -> None:
 
 
 def _check_device(name: str | None) -> None:
-    from torchrec_prealloc.doctor.trial import Place
+    from torchrec_prealloc.doctor.place import Place
 
     try:
         Place.of(name)

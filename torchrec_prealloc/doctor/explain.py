@@ -11,10 +11,11 @@ import torch
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.doctor.advice import Advice, Cost, advise
 from torchrec_prealloc.doctor.explained import ExplainedLeaf, ExplainedNode, ExplainedSegment
+from torchrec_prealloc.doctor.place import Place
 from torchrec_prealloc.doctor.reasons import Route
 from torchrec_prealloc.doctor.render import render
 from torchrec_prealloc.doctor.tree import Tree
-from torchrec_prealloc.doctor.trial import Place, try_out
+from torchrec_prealloc.doctor.trial import try_out
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def explain(
     options = PreallocConfig.of(config)
     place = Place.of(device)
     can_pin = torch.accelerator.is_available()
-    trial = try_out(batch, place, options, isolate, pinned)
-    tree = Tree(batch, trial, options.direct_bytes, can_pin, pinned)
+    trial, walk = try_out(batch, place, options, isolate, pinned)
+    tree = Tree(batch, trial, walk, options.direct_bytes, can_pin, pinned)
     return Explanation(
         batch_type=type(batch).__name__,
         device=place.asked,

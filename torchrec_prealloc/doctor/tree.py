@@ -18,7 +18,7 @@ from torchrec_prealloc.batch_types import BatchError, field_names, kind_of, stru
 from torchrec_prealloc.doctor.explained import ExplainedLeaf, ExplainedNode, ExplainedSegment
 from torchrec_prealloc.doctor.names import JAGGED, child_names, note_of
 from torchrec_prealloc.doctor.reasons import Route, why_background, why_direct, why_gathered, why_not_plain
-from torchrec_prealloc.doctor.trial import OwnRun, Trial
+from torchrec_prealloc.doctor.trial import OwnRun, SeenWalk, Trial
 from torchrec_prealloc.plain import is_dense, is_plain
 
 Fate = tuple[Route, "int | None", str]
@@ -29,11 +29,14 @@ class Tree:
 
     Args:
         batch: what it examined.
+        walk: that found its tensors.
         can_pin: whether memory can be asked whether it is pinned.
         all_pinned: take every host tensor for pinned.
     """
 
-    def __init__(self, batch: Any, trial: Trial, direct_bytes: int, can_pin: bool, all_pinned: bool) -> None:
+    def __init__(
+        self, batch: Any, trial: Trial, walk: SeenWalk, direct_bytes: int, can_pin: bool, all_pinned: bool
+    ) -> None:
         self.tensors: list[tuple[ExplainedLeaf, Tensor]] = []
         """Each distinct leaf once."""
         self.containers: list[tuple[str, Any]] = []
@@ -43,13 +46,14 @@ class Tree:
         self.passed: list[tuple[str, Any]] = []
         """Objects that hold tensors, and are passed on as they are."""
         self._trial = trial
+        self._walk = walk
         self._direct_bytes = direct_bytes
         self._can_pin = can_pin
         self._all_pinned = all_pinned
         self._seen: dict[tuple[int, int], str] = {}
         self._leaves: dict[tuple[int, int], ExplainedLeaf] = {}
         self._segments, self._segment_of = _segments(trial)
-        found = {id(tensor): tensor for group in trial.walk.groups for tensor in group}
+        found = {id(tensor): tensor for group in walk.groups for tensor in group}
         self._reached = set(found)
         for ran in trial.own.values():
             found.update((id(tensor), tensor) for tensor in tensors_in(ran.obj))
@@ -75,10 +79,10 @@ class Tree:
     def _node(self, obj: Any, name: str, parent: str, group: int) -> ExplainedNode | None:
         path = parent + name
         if isinstance(obj, Tensor):
-            return self._found(obj, name, path, group, self._trial.walk.position(obj, group))
+            return self._found(obj, name, path, group, self._walk.position(obj, group))
         if id(obj) in self._trial.own:
             return self._own(self._trial.own[id(obj)], name, parent)
-        node = self._trial.walk.node(obj, group)
+        node = self._walk.node(obj, group)
         if node is None:
             return self._passed(obj, name, path)
         again = self._again(obj, name, path, group)

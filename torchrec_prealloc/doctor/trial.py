@@ -13,7 +13,7 @@ process' engines have learned is neither asked nor changed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from torchrec_prealloc.batch import Walk, tensors_in
 from torchrec_prealloc.batch_types import BatchError, field_names, is_understood
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.doctor.place import Place
 from torchrec_prealloc.layout import Form
 from torchrec_prealloc.memory import Memory
 from torchrec_prealloc.ordering import Ordering
@@ -28,40 +29,6 @@ from torchrec_prealloc.own_to import Learned
 from torchrec_prealloc.plain import is_dense
 from torchrec_prealloc.shipment import Arena, Shipment
 from torchrec_prealloc.staging import Staging
-from torchrec_prealloc.transfer import TransferEngine
-
-
-class Place(NamedTuple):
-    """Where a batch is to go, and the device that allocates for it here."""
-
-    asked: torch.device
-    used: torch.device
-    streams: bool
-    """Whether the device copies while the host goes on."""
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the device is, and not one that stands in for it."""
-        return self.used.type != "meta"
-
-    @classmethod
-    def of(cls, device: torch.device | str | None) -> Place:
-        """The place that a device names; None: this machine's accelerator, or CUDA where there is none.
-
-        Raises:
-            ValueError: no device of that name is known to torch.
-        """
-        if device is None:
-            device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cuda"
-        try:
-            asked = torch.device(device)  # type: ignore[arg-type]
-            module: Any = torch.get_device_module(asked)
-        except RuntimeError as error:
-            raise ValueError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-        if getattr(module, "is_available", lambda: True)():
-            engine = TransferEngine(asked)
-            return cls(engine.device, engine.device, engine.has_streams)
-        return cls(asked, torch.device("meta"), hasattr(module, "Stream") and hasattr(module, "Event"))
 
 
 class SeenWalk(Walk):
@@ -138,7 +105,7 @@ class Trial(Shipment):
     ) -> None:
         memory = Memory(place.used, config, lambda stream: None, lambda: "a trial")
         staging = Ordinary(Ordering()) if place.streams else None
-        super().__init__(place.used, staging, config, isolate, memory, lambda _, reuse: self._run_queue())
+        super().__init__(place.used, staging, config, isolate, memory, _run_queue)
         self.known = known
         self.arrived: list[list[Tensor]] = []
         """For each group of the walk, the device's tensors."""
@@ -150,42 +117,30 @@ class Trial(Shipment):
         self._all_pinned = all_pinned
         self._running: list[OwnRun] = []
 
-    def examine(self, batch: Any) -> None:
-        """Take a batch as far as to its copies.
+    def examine(self, batch: Any) -> SeenWalk:
+        """Take a batch as far as to its copies; returns the walk that found its tensors.
 
         Raises:
             BatchError, Exception: what the engine would raise.
         """
-        self.walk = SeenWalk(self, self._isolate)
-        self.walk.find(batch)
-        for index, group in enumerate(self.walk.groups):
+        walk = SeenWalk(self, self._isolate)
+        walk.find(batch)
+        for index, group in enumerate(walk.groups):
             self.arrived.append(self._load_group(group, index > 0))
         try:
-            self.walk.rebuild(batch, self.arrived)
+            walk.rebuild(batch, self.arrived)
         except Exception as error:
             if self.place.is_there or isinstance(error, BatchError):
                 raise
-        self._list()
+        self.write_down()
+        return walk
 
-    def _list(self) -> tuple[list[Arena], list[tuple[Tensor, Tensor]]]:
+    def write_down(self) -> tuple[list[Arena], list[tuple[Tensor, Tensor]]]:
+        """Note the copies that are listed; returns them."""
         arenas, direct = self.take()
         self.sent_arenas += arenas
         self.sent_direct += direct
         return arenas, direct
-
-    def _run_queue(self) -> None:
-        """A class' own `to` reads what it has moved: on a real device it needs the values."""
-        arenas, direct = self._list()
-        if not self.place.is_there:
-            return
-        with torch.no_grad():
-            for arena in arenas:
-                for target, source in zip(arena.targets, arena.sources, strict=True):
-                    target.copy_(source)
-                if arena.block is not None:
-                    arena.base[: arena.nbytes].copy_(arena.block[: arena.nbytes])
-            for target, source in direct:
-                target.copy_(source)
 
     # What the engine does, written down; each of these is a method of Shipment -----------------------------------
 
@@ -227,10 +182,25 @@ class Trial(Shipment):
         return self.known.setdefault(cls, Learning(cls))
 
 
+def _run_queue(trial: Any, _reuse_sources: bool) -> None:
+    """A class' own `to` reads what it has moved: on a real device it needs the values."""
+    arenas, direct = trial.write_down()
+    if not trial.place.is_there:
+        return
+    with torch.no_grad():
+        for arena in arenas:
+            for target, source in zip(arena.targets, arena.sources, strict=True):
+                target.copy_(source)
+            if arena.block is not None:
+                arena.base[: arena.nbytes].copy_(arena.block[: arena.nbytes])
+        for target, source in direct:
+            target.copy_(source)
+
+
 def try_out(
     batch: Any, place: Place, config: PreallocConfig, isolate: bool = False, all_pinned: bool = False
-) -> Trial:
-    """What the engine would do with the second of two such batches.
+) -> tuple[Trial, SeenWalk]:
+    """What the engine would do with the second of two such batches, and the walk that found its tensors.
 
     Raises:
         BatchError: the engine would refuse the batch.
@@ -244,7 +214,7 @@ def try_out(
     known: dict[type, Learning] = {}
     for _ in range(2):
         trial = Trial(place, config, isolate, known, all_pinned)
-        trial.examine(batch)
+        walk = trial.examine(batch)
         if not trial.own:
             break  # there was nothing to learn
-    return trial
+    return trial, walk
