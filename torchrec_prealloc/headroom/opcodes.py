@@ -124,6 +124,10 @@ class PlainPickle:
             raise self._malformed("an opcode without its operands") from None
         except UnicodeDecodeError:
             raise self._malformed("a string that is no text") from None
+        finally:  # the table of opcodes refers to this object, which would keep all this for long
+            self._buffer = b""
+            for kept in (self._memo, self._stack, self._below, self._strings, self._lists, self._others):
+                kept.clear()
 
     def _run(self) -> Any:
         # The loop of every byte: what it needs is local, and written back before a method is called.

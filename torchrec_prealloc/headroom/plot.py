@@ -56,7 +56,7 @@ def write_plot(found: Headroom, path: Path) -> None:
         _draw_curves(above, found, colours)
         _draw_segments(below, found, colours)
         below.set_xlabel("seconds" if found.timeline.seconds else "events", fontsize=9, color=_INK)
-        above.set_xlim(found.timeline.times[0], max(found.timeline.times[-1], found.timeline.times[0] + 1e-6))
+        above.set_xlim(0, _length(found))
         panels = [above, below]
     else:
         panels = [figure.subplots()]
@@ -82,6 +82,11 @@ def _colours(found: Headroom) -> dict[int, Shades]:
     return {**colours, found.main: _MAIN}
 
 
+def _length(found: Headroom) -> float:
+    """Of the horizontal axis: seconds, or events."""
+    return found.timeline.seconds or max(found.timeline.entries - 1, 1)
+
+
 def _order(found: Headroom) -> list[StreamCurves]:
     return [*([found.of_main] if found.of_main else []), *found.sides]
 
@@ -91,7 +96,7 @@ def _draw_curves(panel: Any, found: Headroom, colours: dict[int, Shades]) -> Non
     from matplotlib.patches import Patch
 
     times = found.timeline.times
-    moments = np.linspace(times[0], times[-1], _BUCKETS)
+    moments = np.linspace(0, _length(found), _BUCKETS)
     unit, name = _unit(found.estimate.now)
     floor = np.zeros(_BUCKETS)
     labels: list[Patch] = []
@@ -141,7 +146,7 @@ def _label(found: Headroom, curves: StreamCurves) -> str:
 
 def _draw_segments(panel: Any, found: Headroom, colours: dict[int, Shades]) -> None:
     """Each segment as a bar over its time, as high as it is large, with the blocks in use in it."""
-    device, times = found.timeline.device, found.timeline.times
+    device = found.timeline.device
     segments = segments_of(found.snapshot, device)
     unit, name = _unit(found.estimate.now)
     height: dict[int, int] = {}
@@ -155,7 +160,7 @@ def _draw_segments(panel: Any, found: Headroom, colours: dict[int, Shades]) -> N
     for shade, rectangles in ((0, segments), (2, blocks)):
         for stream, bottom in floors.items():
             mine = [rectangle for rectangle in rectangles if rectangle.stream == stream]
-            _draw_rectangles(panel, mine, bottom, unit, times, colours[stream][shade], edges=shade == 0)
+            _draw_rectangles(panel, mine, bottom, unit, found, colours[stream][shade], edges=shade == 0)
     for bottom in list(floors.values())[1:]:
         panel.axhline(bottom / unit, color=_INK, linewidth=0.8)
     panel.set_ylim(0, max(floor, 1) / unit * 1.02)
@@ -167,14 +172,16 @@ def _draw_segments(panel: Any, found: Headroom, colours: dict[int, Shades]) -> N
 
 
 def _draw_rectangles(
-    panel: Any, rectangles: Sequence[Rectangle], bottom: int, unit: int, times: Any, colour: str, edges: bool
+    panel: Any, rectangles: Sequence[Rectangle], bottom: int, unit: int, found: Headroom, colour: str, edges: bool
 ) -> None:
     from matplotlib.collections import PolyCollection
 
-    last = len(times) - 1
+    times = found.timeline.times
+    scale = _length(found) / max(int(times[-1] - times[0]), 1)
     corners = []
     for rectangle in rectangles:
-        left, right = times[max(rectangle.begin, 0)], times[min(rectangle.end, last)]
+        begin, end = max(rectangle.begin, 0), min(rectangle.end, len(times) - 1)
+        left, right = (float(times[entry] - times[0]) * scale for entry in (begin, end))
         low = (bottom + rectangle.place) / unit
         high = low + rectangle.size / unit
         corners.append([(left, low), (right, low), (right, high), (left, high)])

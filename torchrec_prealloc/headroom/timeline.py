@@ -8,6 +8,7 @@ whose older half is missing gives the same curves for the half that is there.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ class Timeline:
         device: its index
         entries: of the history; 0: none was recorded
         seconds: between its first and its last entry; 0 where times were not recorded
-        times: seconds since the first, one for each entry; entry numbers where times were not recorded
+        times: microseconds, one for each entry; entry numbers where times were not recorded
         streams: those that ever held memory, in the order of their peaks
         is_consistent: the history and the final state agree
     """
@@ -84,7 +85,7 @@ class Timeline:
     device: int
     entries: int
     seconds: float
-    times: npt.NDArray[np.float64]
+    times: npt.NDArray[np.signedinteger[Any]]
     streams: list[StreamCurves]
     is_consistent: bool
 
@@ -134,7 +135,7 @@ def _timeline(snapshot: Snapshot, device: int) -> Timeline:
         device=device,
         entries=len(trace),
         seconds=float(times[-1] - times[0]) / 1e6 if timed else 0.0,
-        times=(times - times[0]) / 1e6 if timed else np.arange(len(times), dtype=np.float64),
+        times=times if timed else np.arange(len(times), dtype=np.int32),
         streams=streams,
         is_consistent=all(curve.lowest >= 0 for curve in every),
     )
