@@ -20,10 +20,8 @@ SETTINGS = {"device": "cpu", "pipeline": {"_target_": OURS["base"]}, "ranks": 1,
 
 
 @pytest.mark.usefixtures("simulated_accelerator")
-def test_the_demos_own_model_and_batches_are_run_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")  # torchrun's: the other process is no rank of that job
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    found = simulate({"_target_": OURS["base"]}, 2048, 20, print)
+def test_the_demos_own_model_and_batches_are_run_in_another_process() -> None:
+    found = simulate({"_target_": OURS["base"]}, 32, 20, print)
     assert found.problem == ""
     assert list(found.ways) == [*WAYS]
     blocking, non_blocking, ours = found.ways.values()
@@ -31,7 +29,7 @@ def test_the_demos_own_model_and_batches_are_run_in_another_process(monkeypatch:
     assert (blocking.side, ours.side) == (0, 0)
     assert non_blocking.side > 0
     assert ours.reserved <= non_blocking.reserved
-    assert blocking.allocated > 4 * 32 * (943 + 1682)  # tables count
+    assert blocking.allocated > 4 * 32 * (943 + 2 * 1682)  # the tables of users, items and histories count
 
 
 def test_a_simulator_that_cannot_be_built_is_a_line_and_the_table_stays(
@@ -52,6 +50,7 @@ def test_a_simulator_that_cannot_be_built_is_a_line_and_the_table_stays(
     [
         ("import sys; print('a'); print('b', file=sys.stderr); sys.exit('no memory left')", "no memory left"),
         ("import os; os._exit(7)", "its process ended with 7"),
+        ("import os, sys; sys.exit(str([name for name in os.environ if 'RANK' in name]))", "[]"),
     ],
 )
 def test_a_process_that_fails_is_a_line_too(
@@ -59,6 +58,8 @@ def test_a_process_that_fails_is_a_line_too(
 ) -> None:
     (tmp_path / "failing.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")  # torchrun's: the other process is no rank of that job
+    monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(module, "__name__", "failing")
     monkeypatch.setattr(simulator, "available", lambda: (True, ""))
     monkeypatch.setattr(simulator, "built", lambda: False)
