@@ -26,6 +26,7 @@ from torchrec_prealloc import packed_kind
 from torchrec_prealloc.batch_types import BatchError
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.layout import ALIGNMENT
+from torchrec_prealloc.packed_batch import UNPACKED
 from torchrec_prealloc.packing import SECTION_BYTES, SHARED_BYTES, PackedBatch, pack
 from torchrec_prealloc.plain import is_plain
 from torchrec_prealloc.transfer import TransferEngine
@@ -195,7 +196,7 @@ def ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def counted(*args: Any) -> Any:
         kind = choose(*args)
-        taken.append(kind is packed_kind.AS_IT_IS)
+        taken.append(kind is not UNPACKED)
         return kind
 
     monkeypatch.setattr(packed_kind, "choose", counted)

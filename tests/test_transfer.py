@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchrec_prealloc import BatchError, PreallocConfig, to_device
 from torchrec_prealloc.buffers import rounded
+from torchrec_prealloc.packing import pack
 from torchrec_prealloc.transfer import TransferEngine
 
 CPU = torch.device("cpu")
@@ -263,31 +264,47 @@ def test_large_copies_are_cut_into_pieces(accelerator: torch.device, layout: str
 # Small tensors that are kept -------------------------------------------------------------------------------------
 
 
-def held_bytes(device: torch.device, keep: Any, steps: int) -> tuple[int, int]:
+def held_bytes(
+    device: torch.device, keep: Any, steps: int, ready: Any = lambda batch: batch, buffers: str = "per_batch"
+) -> tuple[int, int]:
     """Device memory that is held, and the bytes of the tensors that are kept, after so many batches."""
     from torchrec_prealloc import simulator
 
-    engine = TransferEngine(device)
+    engine = TransferEngine(device, config=PreallocConfig(buffers=buffers))
     simulator.empty_cache()
     before = simulator.stats().devices[0].allocated
     kept: list[Tensor] = []
     for step in range(steps):
         small = [torch.zeros(1024) for _ in range(40)]
         label = torch.full((2048,), float(step))
-        batch = engine.start({"label": label, "small": small, "rest": make_batches(1)[0]}).wait()
+        batch = engine.start(ready({"label": label, "small": small, "rest": make_batches(1)[0]})).wait()
+        assert batch["label"].cpu().equal(label)
         kept.append(keep(batch))
         del batch
     return simulator.stats().devices[0].allocated - before, sum(tensor.nbytes for tensor in kept)
 
 
-@pytest.mark.parametrize(
+KEEP = pytest.mark.parametrize(
     "keep",
     [lambda batch: batch["label"], lambda batch: batch["label"].detach(), lambda batch: batch["small"][7][:512]],
     ids=["the tensor", "detached", "a slice of one of many"],
 )
+
+
+@KEEP
 def test_a_kept_label_does_not_keep_its_batch(keep: Any, accelerator: torch.device) -> None:
     arena = 40 * 4096 + 8192 + 8192
     for steps in (100, 300):
         held, kept = held_bytes(accelerator, keep, steps)
         # Until it is found out the whole arena is held, for a constant number of batches; 100 of them are 18 MB.
         assert held <= 2 * kept + 20 * arena
+
+
+@pytest.mark.parametrize("buffers", ["per_batch", "ring"])
+@KEEP
+def test_a_kept_label_does_not_keep_its_packed_batch(keep: Any, buffers: str, accelerator: torch.device) -> None:
+    arena = 40 * 4096 + 8192 + 8192
+    for pinning in (lambda batch: pack(batch), lambda batch: pack(batch).pin_memory()):
+        for steps in (100, 300):
+            held, kept = held_bytes(accelerator, keep, steps, pinning, buffers)
+            assert held <= 2 * kept + 25 * arena

@@ -20,7 +20,7 @@ MAX_PROBES = 4
 
 
 @dataclass
-class _Watched:
+class Watched:
     """The memory of one batch."""
 
     number: int
@@ -29,13 +29,21 @@ class _Watched:
     memory: list[tuple[Callable[[], bool], int, int]] = field(default_factory=list)
     """Whether it is released by now, its size in bytes, and the position of its tensor (-1: it is an arena)."""
 
+    def watch(self, is_released: Callable[[], bool], nbytes: int, position: int = -1) -> None:
+        """The batch has memory of `nbytes`, as an arena or for its tensor number `position`.
+
+        Args:
+            is_released: whether nobody refers to it any more.
+        """
+        self.memory.append((is_released, nbytes, position))
+
 
 class HeldTensors:
     """What an engine has found out. Kinds of batches are told apart by their number of tensors."""
 
     def __init__(self) -> None:
         self._number = 0
-        self._watched: deque[_Watched] = deque()
+        self._watched: deque[Watched] = deque()
         self._alone: dict[int, frozenset[int]] = {}
         self._probes: dict[int, int] = {}
         self._to_probe: set[int] = set()
@@ -48,18 +56,15 @@ class HeldTensors:
             self._look(self._watched.popleft())
         probe = count in self._to_probe
         self._to_probe.discard(count)
-        self._watched.append(_Watched(self._number, count, probe))
+        self._watched.append(Watched(self._number, count, probe))
         return range(count) if probe else self._alone.get(count, frozenset())
 
-    def watch(self, is_released: Callable[[], bool], nbytes: int, position: int = -1) -> None:
-        """The batch that came last has memory of `nbytes`, as an arena or for its tensor number `position`.
+    @property
+    def latest(self) -> Watched:
+        """The batch that came last."""
+        return self._watched[-1]
 
-        Args:
-            is_released: whether nobody refers to it any more.
-        """
-        self._watched[-1].memory.append((is_released, nbytes, position))
-
-    def _look(self, watched: _Watched) -> None:
+    def _look(self, watched: Watched) -> None:
         held = [(nbytes, position) for is_released, nbytes, position in watched.memory if not is_released()]
         count = watched.count
         if watched.probe:

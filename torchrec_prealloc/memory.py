@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrec_prealloc.buffers import allocate
 from torchrec_prealloc.config import PreallocConfig
-from torchrec_prealloc.held import HeldTensors
+from torchrec_prealloc.held import HeldTensors, Watched
 from torchrec_prealloc.ring import Ring
 from torchrec_prealloc.runs import Structure
 
@@ -36,6 +36,8 @@ class Memory:
         self.structures: dict[int, Structure] = {}
         """By the number of tensors."""
         self.held = HeldTensors()
+        self.held_in_packed = HeldTensors()
+        """The same for the tensors inside packed batches."""
         self.ring = Ring(device, config.size_rounding, config.ring_slots, record) if config.buffers == "ring" else None
         self._device = device
         # The CPU's allocator keeps no blocks by size: rounding would only touch more pages.
@@ -49,10 +51,16 @@ class Memory:
         if self.ring is not None:
             self.ring.next_batch()
 
-    def watch(self, base: Tensor, position: int = -1) -> None:
-        """See how long `base`, which `take` gave to many tensors or to number `position` alone, is held."""
+    def watch(self, base: Tensor, position: int = -1, batch: Watched | None = None) -> None:
+        """See how long memory that `take` gave is held.
+
+        Args:
+            base: it, or a tensor in it.
+            position: of the tensor that has it alone; -1 if it is many tensors'.
+            batch: whose it is; by default the last one of `held`.
+        """
         released = self.ring.watch(base) if self.ring is not None else StorageWeakRef(base.untyped_storage()).expired
-        self.held.watch(released, base.untyped_storage().nbytes(), position)
+        (batch or self.held.latest).watch(released, base.untyped_storage().nbytes(), position)
 
     def take(self, nbytes: int) -> tuple[Tensor, Any]:
         """At least `nbytes` (uint8, 1-D), and the event after which they may be written; None: where the owner is now.

@@ -23,6 +23,7 @@ from torchrec_prealloc.batch import Walk
 from torchrec_prealloc.batch_types import Kind, register_kind
 from torchrec_prealloc.buffers import Views
 from torchrec_prealloc.codec import Unpickler
+from torchrec_prealloc.layout import Form
 from torchrec_prealloc.plain import is_plain
 
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
@@ -119,6 +120,11 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         ordered: Sequence[Tensor] = table.in_order(views)
         return ordered
 
+    def at(self, place: Place) -> Tensor:
+        """The host's tensor at a place in a section."""
+        memory = Views(self.sections[place.section])
+        return memory.at(int(memory.base.storage_offset()) + place.offset, place.form)
+
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """The batch around these tensors."""
         unpickler = Unpickler(self.code, allowed=())
@@ -163,24 +169,51 @@ class _ByOwnTo:
         return obj.to(device=self._device, non_blocking=self._non_blocking)
 
 
+class Place(NamedTuple):
+    """Where one tensor lies."""
+
+    section: int
+    """-1: it travels apart."""
+    offset: int
+    """In bytes."""
+    form: Form
+
+
 class Table(NamedTuple):
     """Where the tensors lie."""
 
     pieces: tuple[tuple[int, int, int, int, torch.Size, tuple[int, ...]], ...]
     """Section, byte offset of the first tensor, bytes from one to the next, count, shape, strides."""
     types: tuple[torch.dtype, ...]
+    positions: Sequence[int]
+    """For each index the tensor's position among those of all pieces, and behind them those apart. Empty: the same."""
     in_order: Any
-    """Puts the tensors of all pieces, and behind them those apart, in the order of their indices."""
+    """Puts the tensors from their positions in the order of their indices."""
+
+    def place(self, index: int) -> Place:
+        """Where the tensor of an index lies."""
+        position = self.positions[index] if self.positions else index
+        for (section, offset, step, count, shape, strides), dtype in zip(self.pieces, self.types, strict=True):
+            if position < count:
+                return Place(section, offset + position * step, (dtype, shape, strides))
+            position -= count
+        return Place(-1, 0, (torch.uint8, torch.Size(), ()))
 
 
 @functools.lru_cache(maxsize=256)
 def read_table(table: bytes) -> Table:
     """Read what `pack` wrote."""
     pieces, order = Unpickler(table, allowed=()).load()
-    positions = sorted(range(len(order)), key=order.__getitem__) if order is not None else []
-    in_order = itemgetter(*positions) if len(positions) > 1 else lambda tensors: tensors
     read = tuple((*piece[:4], torch.Size(piece[5]), piece[6]) for piece in pieces)
-    return Table(read, tuple(DTYPES[piece[4]] for piece in pieces), in_order)
+    return Table(read, tuple(DTYPES[piece[4]] for piece in pieces), *_read_order(order))
+
+
+@functools.lru_cache(maxsize=256)
+def _read_order(order: bytes) -> tuple[Sequence[int], Any]:
+    # By itself: sizes change from batch to batch, the order seldom.
+    indices: list[int] = Unpickler(order, allowed=()).load()
+    positions = sorted(range(len(indices)), key=indices.__getitem__)
+    return positions, itemgetter(*positions) if len(positions) > 1 else lambda tensors: tensors
 
 
 def _choose(packed: PackedBatch, own_to: Any, isolate: bool) -> Kind:

@@ -12,6 +12,9 @@ goes where the device's batch is more than the host's around moved tensors:
 - where a class' own `to` has to run: its first batch, each recheck, and always if it computes;
 - where a registered type or a pytree node makes the object in its own way;
 - where something travels apart that is more than host memory.
+
+**Small tensors that a user keeps** would keep the memory of all small ones. They are found out as those of unpacked
+batches are (`held.py`), and from then on travel once more, into memory of their own; the batch is read around those.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_prealloc.batch import OwnTo, Walk
 from torchrec_prealloc.batch_types import Kind, has_its_own_way
-from torchrec_prealloc.packed_batch import APART, DTYPES, UNPACKED, PackedBatch
+from torchrec_prealloc.packed_batch import APART, DTYPES, UNPACKED, PackedBatch, read_table
+from torchrec_prealloc.shipment import Shipment
 
 REMEMBERED = 64
 """Structures that are remembered."""
@@ -35,7 +39,7 @@ _structures: OrderedDict[Any, _Structure] = OrderedDict()
 
 
 def choose(packed: PackedBatch, own_to: OwnTo, isolate: bool) -> Kind:
-    """How to walk a packed batch."""
+    """How to walk a packed batch. `own_to` is a shipment where it is to be sent."""
     key = packed.code, packed.dtypes, packed.globals
     structure = _structures.get(key)
     if structure is None:
@@ -44,6 +48,9 @@ def choose(packed: PackedBatch, own_to: OwnTo, isolate: bool) -> Kind:
             _structures.popitem(last=False)
     if not structure.is_plain or not structure.is_served(own_to) or (isolate and structure.has_kjt):
         return UNPACKED
+    if isinstance(own_to, Shipment):
+        sent = _Sent(own_to, packed, structure.kept)
+        return Kind(sent.flatten, sent.unflatten)
     return AS_IT_IS
 
 
@@ -60,16 +67,54 @@ def _alone(section: Tensor) -> Tensor:
 
 
 def _unflatten(children: Sequence[Any], packed: PackedBatch) -> Any:
+    return packed.rebuild(_tensors(children, packed))
+
+
+def _tensors(children: Sequence[Any], packed: PackedBatch) -> Sequence[Tensor]:
+    """The batch's tensors, in the order of their indices, those that stay on the host among them."""
     count = len(packed.sections)
     tensors = packed.views([section.view(torch.uint8) for section in children[:count]], children[count:])
     kept = _structures[packed.code, packed.dtypes, packed.globals].kept
     if kept:
         host = packed.views(packed.sections, packed.apart)
         tensors = [host[index] if index in kept else tensor for index, tensor in enumerate(tensors)]
-    return packed.rebuild(tensors)
+    return tensors
 
 
 AS_IT_IS = Kind(_flatten, _unflatten)
+
+
+class _Sent:
+    """A packed batch on its way, whose small tensors get memory of their own where somebody keeps them."""
+
+    def __init__(self, shipment: Shipment, packed: PackedBatch, kept: frozenset[int]) -> None:
+        held = shipment.memory.held_in_packed
+        table = read_table(packed.table)
+        places = {index: table.place(index) for index in held.next_batch(len(packed.dtypes)) if index not in kept}
+        self._again = {index: place for index, place in places.items() if place.section == 0}
+        """Those that travel once more."""
+        self._watched = held.latest
+        self._shipment = shipment
+
+    def flatten(self, packed: PackedBatch) -> tuple[Sequence[Any], Any]:
+        children, _ = _flatten(packed)
+        if not self._again:
+            return children, packed
+        again = [packed.at(place) for place in self._again.values()]
+        self._shipment.own_memory.update(map(id, again))
+        return [*children, *again], packed
+
+    def unflatten(self, children: Sequence[Any], packed: PackedBatch) -> Any:
+        memory = self._shipment.memory
+        memory.watch(children[0], -1, self._watched)
+        if not self._again:
+            return _unflatten(children, packed)
+        count = len(children) - len(self._again)
+        tensors = list(_tensors(children[:count], packed))
+        for index, arrived in zip(self._again, children[count:], strict=True):
+            memory.watch(arrived, index, self._watched)
+            tensors[index] = arrived
+        return packed.rebuild(tensors)
 
 
 class _MustRun(Exception):

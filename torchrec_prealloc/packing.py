@@ -57,10 +57,9 @@ def pack(batch: Any) -> PackedBatch:
     whole = _allocate(layout.nbytes, in_worker)
     apart = [coder.tensors[index] for index in layout.apart]
     fill = functools.partial(layout.fill, whole)
-    table = pickle.dumps(layout.table(), PROTOCOL)
-    return PackedBatch(
-        fill if in_worker else fill(), apart, buffer.getvalue(), tuple(coder.globals), layout.dtypes, table
-    )
+    table = layout.table()  # before it is filled, which moves the offsets
+    sections = fill if in_worker else fill()
+    return PackedBatch(sections, apart, buffer.getvalue(), tuple(coder.globals), layout.dtypes, table)
 
 
 class _Layout:
@@ -106,7 +105,7 @@ class _Layout:
             (self._inside if inside and not _goes_apart(tensor) else self.apart).append(index)
         return bytes(dtypes)
 
-    def table(self) -> tuple[list[tuple[Any, ...]], list[int] | None]:
+    def table(self) -> bytes:
         """What `read_table` reads."""
         pieces: list[tuple[Any, ...]] = []
         order: list[int] = []
@@ -120,7 +119,7 @@ class _Layout:
             pieces += _pieces(number, segment, self._leaves, found)
         order += [self._inside[index] for index in found]
         order += self.apart
-        return pieces, order if order != sorted(order) else None
+        return pickle.dumps((pieces, pickle.dumps(order if order != sorted(order) else [], PROTOCOL)), PROTOCOL)
 
     def fill(self, whole: Tensor) -> Sequence[Tensor]:
         """Copy the tensors into new memory of `nbytes`; returns the sections."""

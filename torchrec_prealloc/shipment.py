@@ -111,6 +111,9 @@ class Shipment:
         self.allocations = 0
         self.ready: list[Any] = []
         """Events after which kept memory may be written."""
+        self.memory = memory
+        self.own_memory: set[int] = set()
+        """`id`s of host tensors that get memory of their own, however small they are."""
         self.fresh = False
         """Whether the copy, and who waits for it, must follow the owner stream: it allocates, or does a part itself."""
         self._device = device
@@ -118,7 +121,6 @@ class Shipment:
         self._streams = staging is not None
         self._direct_bytes = config.direct_bytes
         self._isolate = isolate
-        self._memory = memory
         self._flush = flush
         self._open: Arena | None = None
         self._pinning: list[Tensor] | None = None
@@ -156,8 +158,10 @@ class Shipment:
         if self._pinning is not None:
             self._pinning += filter(is_plain, tensors)
         count = len(tensors)
-        alone = self._memory.held.next_batch(count) if not isolated else ()
-        structure = self._memory.structures.get(count)
+        alone = self.memory.held.next_batch(count) if not isolated else ()
+        if self.own_memory:
+            alone = frozenset(alone).union(i for i, tensor in enumerate(tensors) if id(tensor) in self.own_memory)
+        structure = self.memory.structures.get(count)
         if structure is not None and structure.alone == alone and structure.fits(tensors, self._direct_bytes):
             listed = [(one, len(one)) for one in (self.arenas, self.direct, self.owned, self.isolated, self.foreign)]
             try:
@@ -169,7 +173,7 @@ class Shipment:
                     del one[before:]
         leaves = [leaf(tensor, index) if is_plain(tensor) else None for index, tensor in enumerate(tensors)]
         structure = structure_of(leaves, tensors, self._direct_bytes, alone)
-        self._memory.structures[count] = structure
+        self.memory.structures[count] = structure
         return self._load_tensors(tensors, structure, isolated)
 
     def _load_tensors(self, tensors: list[Tensor], structure: Structure, isolated: bool) -> list[Tensor]:
@@ -190,7 +194,7 @@ class Shipment:
             base = self._allocate(segment.nbytes, isolated)
             first = segment.units[0].members[0] if segment.units else -1
             if not isolated and (not segment.direct or leaves[first].alone):
-                self._memory.watch(base, positions[id(plain[first])] if segment.direct else -1)
+                self.memory.watch(base, positions[id(plain[first])] if segment.direct else -1)
             for index, view in self._load_segment(segment, base, leaves, plain, tensors, regions, arrived):
                 moved[id(plain[index])] = view
         for index in structure.singles:
@@ -246,7 +250,7 @@ class Shipment:
 
     def _allocate(self, nbytes: int, isolated: bool) -> Tensor:
         with step("allocate"):
-            base, ready = self._memory.take(nbytes)
+            base, ready = self.memory.take(nbytes)
         if ready is None:
             self.fresh = True
             self.allocations += 1
