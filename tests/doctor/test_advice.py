@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_without_an_accelerator_only_a_class_that_cannot_be_pinned_is_told(monke
     (advice,) = explain(LeavesOne(numbers(2), 3)).advice
     assert advice.cost is Cost.UNPINNABLE
     assert "give LeavesOne a pin_memory()" in advice.remedy
+    assert explain(LeavesOne(numbers(2), 3), pinned=True).advice == (dataclasses.replace(advice, leaves=0, nbytes=0),)
+    assert explain([numbers(3)], pinned=True).advice == ()
 
 
 class Pinnable(LeavesOne):

@@ -64,11 +64,16 @@ class Advice:
         return f"{self.text} -> {self.remedy}"
 
 
-def advise(batch: Any, tree: Tree, trial: Trial, can_pin: bool) -> tuple[Advice, ...]:
-    """What costs time in a batch that was tried, the dearest kinds first."""
+def advise(batch: Any, tree: Tree, trial: Trial, can_pin: bool, taken_for_pinned: bool) -> tuple[Advice, ...]:
+    """What costs time in a batch that was tried, the dearest kinds first.
+
+    Args:
+        can_pin: whether this machine pins memory.
+        taken_for_pinned: whether the batch's memory is told to be pinned, whatever it is.
+    """
     found = (
         *_classes(tree, trial),
-        *_pinning(batch, tree, trial, can_pin),
+        *_pinning(batch, tree, trial, can_pin, taken_for_pinned),
         *_tensors(tree),
         *_many(batch, tree),
         *_integers(tree),
@@ -104,13 +109,13 @@ def _classes(tree: Tree, trial: Trial) -> Iterator[Advice]:
             yield Advice(Cost.OWN_TO, text, remedy)
 
 
-def _pinning(batch: Any, tree: Tree, trial: Trial, can_pin: bool) -> Iterator[Advice]:
+def _pinning(batch: Any, tree: Tree, trial: Trial, can_pin: bool, taken_for_pinned: bool) -> Iterator[Advice]:
     if not trial.place.streams:
         return
     moved = (Route.DIRECT, Route.GATHERED, Route.BACKGROUND)
     loose = [leaf for leaf, _ in tree.tensors if leaf.route in moved and leaf.pinned is not True and leaf.nbytes]
     cls = unpinnable(batch)
-    if cls is not None and (loose or not can_pin):
+    if cls is not None and (loose or taken_for_pinned or not can_pin):
         yield Advice(
             Cost.UNPINNABLE,
             f"DataLoader(pin_memory=True) leaves a batch of class {cls.__name__} unpinned, and says nothing",

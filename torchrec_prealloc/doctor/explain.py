@@ -111,5 +111,5 @@ def explain(
         root=tree.root,
         leaves=tuple(leaf for leaf, _ in tree.tensors),
         segments=tree.segments,
-        advice=advise(batch, tree, trial, can_pin or pinned),
+        advice=advise(batch, tree, trial, can_pin, pinned),
     )
