@@ -206,12 +206,12 @@ def parts(gpu: bool) -> list[Part]:
     watching = SANITIZER if gpu else ()
     return [
         Part("simulator", 50, _simulator, _read_simulator, NO_GPU_SEEN),
-        Part("tests", 120, _tests, _read_tests, REPEATABLE),
+        Part("tests", 110, _tests, _read_tests, REPEATABLE),
         Part("sanitizer", 50, _loops, _read_loops, watching),
         Part("bench-modes", 30, _bench("modes"), _read_bench("modes")),
         Part("bench-transfer", 90, _bench("transfer"), _read_bench("transfer")),
         Part("snapshots", 30, _snapshots, _read_snapshots),
-        *(Part(f"headroom-{way}", 15, _headroom(way), _read_headroom, NO_GPU_SEEN) for way in WAYS),
+        *(Part(f"headroom-{way}", 18, _headroom(way), _read_headroom, NO_GPU_SEEN) for way in WAYS),
         Part("bench-checkpoint", 50, _bench("checkpoint"), _read_bench("checkpoint")),
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -32,6 +34,27 @@ def test_every_way_stages_what_is_there() -> None:
         staged = staged if isinstance(staged, dict) else staged.result()
         assert all(torch.equal(staged[name], tensor) for name, tensor in state.items())
         assert all(staged[name].data_ptr() != tensor.data_ptr() for name, tensor in state.items())
+        stager.close()
+
+
+def test_a_stager_that_serves_one_save_only_is_made_anew_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Once(bench.DefaultStager):  # type: ignore[misc]
+        """As torch 2.11's."""
+
+        def _stage(self, state_dict: Any, **options: Any) -> Any:
+            staged = super()._stage(state_dict, **options)
+            self._state_dict_stager.close()
+            return staged
+
+    monkeypatch.setattr(bench, "DefaultStager", Once)
+    state = bench.a_state(1 << 20, torch.device("cpu"))
+    for name in ("DefaultStager", "DefaultStager, thread"):
+        stager = bench.ways(torch.device("cpu"))[name]()
+        assert isinstance(stager, bench.NewEachTime)
+        for _ in range(3):
+            staged = stager.stage(state)
+            staged = staged if isinstance(staged, dict) else staged.result()
+            assert torch.equal(staged["dense.1"], state["dense.1"])
         stager.close()
 
 

@@ -1,5 +1,6 @@
 """A table as a picture: one panel for each figure, one bar for each row."""
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,11 @@ def write_plot(
             _draw(panel, table, columns[place], highlight if callable(highlight) else highlight.__eq__)
         else:
             panel.set_axis_off()
-    figure.suptitle(title, color=_INK, fontsize=11, fontweight="bold", x=0.01, ha="left")
+    width = 34 * across
+    heading = "\n".join(textwrap.wrap(title, width))
+    figure.suptitle(heading, color=_INK, fontsize=11, fontweight="bold", x=0.01, ha="left")
     if footnote:
-        figure.supxlabel(footnote, color="#616e7c", fontsize=7, x=0.01, ha="left")
+        figure.supxlabel("\n".join(textwrap.wrap(footnote, 2 * width)), color="#616e7c", fontsize=7, x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
