@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,24 @@ TOLERANCE = 0.05
 """Of what ours really reserves."""
 
 
-@pytest.mark.parametrize("layers", [0, 3])
-@pytest.mark.parametrize("name", ["TrainPipelineBase", "TrainPipelineSparseDist"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("TrainPipelineBase", {}),
+        ("TrainPipelineBase", {"layers": 3}),
+        ("TrainPipelineSparseDist", {}),
+        ("TrainPipelineSparseDist", {"layers": 3, "steps": 25, "largest": 32}),  # its sizes leave holes
+    ],
+)
 def test_the_estimate_is_what_ours_reserves(
-    name: str, layers: int, simulated_accelerator: torch.device, tmp_path: Path
+    name: str, how: dict[str, int], simulated_accelerator: torch.device, tmp_path: Path
 ) -> None:
     pipeline = getattr(theirs, name)
     path = tmp_path / "theirs.pickle"
-    reserved = snapshot_of(pipeline, simulated_accelerator, path, layers=layers)
+    reserved = snapshot_of(pipeline, simulated_accelerator, path, **how)
     (found,) = analyse(path, replay=replay.reserved)
     before = found.timeline.total().start  # of other tests
-    ours = snapshot_of(prealloc_pipeline(pipeline), simulated_accelerator, tmp_path / "ours.pickle", layers=layers)
+    ours = snapshot_of(prealloc_pipeline(pipeline), simulated_accelerator, tmp_path / "ours.pickle", **how)
 
     copies = max(found.sides, key=lambda curves: curves.reserved.peak)
     assert copies.by_kind[Kind.COPY].peak > 12 * MIB
@@ -40,6 +48,14 @@ def test_the_estimate_is_what_ours_reserves(
     assert found.estimate.now - before == pytest.approx(reserved, rel=TOLERANCE, abs=2 * MIB)
     assert found.estimate.after - before == pytest.approx(ours, rel=TOLERANCE, abs=2 * MIB)
     assert found.estimate.gives_back == pytest.approx(reserved - ours, abs=TOLERANCE * ours + 4 * MIB)
+    assert bool(found.estimate.rounding) == ("steps" in how)
+
+    if found.estimate.rounding:
+        with_rounding = functools.partial(
+            prealloc_pipeline(pipeline), prealloc={"size_rounding": found.estimate.rounding}
+        )
+        ours = snapshot_of(with_rounding, simulated_accelerator, tmp_path / "rounded.pickle", **how)
+        assert found.estimate.after_rounding - before == pytest.approx(ours, rel=TOLERANCE, abs=2 * MIB)
 
     (with_ours,) = analyse(tmp_path / "ours.pickle", replay=replay.reserved)
     assert all(Kind.COPY not in c.by_kind or c.by_kind[Kind.COPY].peak < MIB for c in with_ours.sides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from torchrec_prealloc.errors import CommandError
 
 if TYPE_CHECKING:
     from torchrec_prealloc.headroom.analysis import Headroom
-    from torchrec_prealloc.headroom.estimate import Replay
+    from torchrec_prealloc.headroom.estimate import Move, Replay
 
 NAME = "headroom"
 SUMMARY = "say from a memory snapshot where memory is, and what preallocation would give back"
@@ -69,7 +70,10 @@ def _replay() -> tuple[Replay | None, str]:
         return None, reason
     from tqdm import tqdm
 
-    return lambda moves: replay.reserved(tqdm(moves, desc="replay", unit="", leave=False, delay=1)), ""
+    def with_progress(moves: Iterable[Move], size_rounding: int | None) -> int | None:
+        return replay.reserved(tqdm(moves, desc="replay", unit="", leave=False, delay=1), size_rounding)
+
+    return with_progress, ""
 
 
 def _analyse(path: Path, args: argparse.Namespace, replay: Replay | None) -> list[Headroom]:

@@ -35,6 +35,8 @@ class Estimate:
         main_after: what the main stream's pool would reserve then
         after: what all streams would reserve then
         replayed: `main_after` is what PyTorch's allocator rules give, not the least that is possible
+        rounding: a `size_rounding` with which it would be clearly less; 0: there is none, or none was tried
+        after_rounding: `after` with that
         by_stack: stacks said which allocations are copies; if not, all that side streams hold was taken for them
     """
 
@@ -46,6 +48,8 @@ class Estimate:
     main_after: int
     after: int
     replayed: bool
+    rounding: int
+    after_rounding: int
     by_stack: bool
 
     @property
@@ -54,8 +58,14 @@ class Estimate:
         return self.now - self.after
 
 
-Replay = Callable[[Iterable[Move]], int | None]
-"""What the main stream's pool reserves at most when it is given these moves; None: cannot be told."""
+Replay = Callable[[Iterable[Move], int | None], int | None]
+"""What the main stream's pool reserves at most when it is given these moves, with this `size_rounding` (None: the
+default); None: cannot be told."""
+
+COARSER = (4, 2, 1)
+"""Values of `size_rounding` that are tried where much would be lost to holes."""
+_MUCH = 0.05
+"""Of what is reserved."""
 
 
 def estimate(snapshot: Snapshot, timeline: Timeline, main: int, replay: Replay | None = None) -> Estimate:
@@ -78,19 +88,28 @@ def estimate(snapshot: Snapshot, timeline: Timeline, main: int, replay: Replay |
         copies_alive += [curve for kind, curve in curves.by_kind.items() if kind in moved]
         rest += [curve for kind, curve in curves.reserved_by_kind.items() if kind not in moved]
     together = summed([main_active, *copies_alive]).peak
-    replayed = None
+    now, least, others = timeline.total().peak, max(main_reserved.peak, together), summed(rest).peak
+    replayed, rounding, best = None, 0, 0
     if replay is not None and copies_alive and timeline.entries:
-        replayed = replay(moves(snapshot, timeline, main))
-    main_after = max(main_reserved.peak, together if replayed is None else replayed)
+        replayed = replay(moves(snapshot, timeline, main), None)
+    main_after = least if replayed is None else max(main_reserved.peak, replayed)
+    if replay is not None and main_after > least + _MUCH * now:
+        best = main_after - int(_MUCH * now)
+        for divisions in COARSER:
+            tried = replay(moves(snapshot, timeline, main), divisions)
+            if tried is not None and max(main_reserved.peak, tried) < best:
+                rounding, best = divisions, max(main_reserved.peak, tried)
     return Estimate(
-        now=timeline.total().peak,
+        now=now,
         copies_reserved=summed(copies_reserved).peak,
         copies_alive=summed(copies_alive).peak,
         main_reserved=main_reserved.peak,
         together=together,
         main_after=main_after,
-        after=main_after + summed(rest).peak,
+        after=main_after + others,
         replayed=replayed is not None,
+        rounding=rounding,
+        after_rounding=best + others if rounding else main_after + others,
         by_stack=by_stack,
     )
 

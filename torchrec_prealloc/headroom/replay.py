@@ -28,10 +28,12 @@ def unavailable() -> str:
     return ""
 
 
-def reserved(moves: Iterable[Move]) -> int | None:
-    """The peak of what one pool reserves that is given `moves`, bytes. Copies are rounded up as ours are.
+def reserved(moves: Iterable[Move], size_rounding: int | None = None) -> int | None:
+    """The peak of what one pool reserves that is given `moves`, bytes. None: there is not even the address space.
 
-    None: this machine has not even the address space.
+    Args:
+        moves: what it is asked for.
+        size_rounding: how copies are rounded up (`PreallocConfig.size_rounding`); by default as ours are.
     """
     import torch
 
@@ -39,7 +41,7 @@ def reserved(moves: Iterable[Move]) -> int | None:
     from torchrec_prealloc.buffers import rounded
     from torchrec_prealloc.config import PreallocConfig
 
-    config = PreallocConfig()
+    divisions = PreallocConfig().size_rounding if size_rounding is None else size_rounding
     device = simulator.device(_DEVICE)
     simulator.empty_cache()
     simulator.reset_peak_stats()
@@ -47,7 +49,7 @@ def reserved(moves: Iterable[Move]) -> int | None:
     try:
         for move in moves:
             if move.size:
-                size = rounded(move.size, config.size_rounding) if move.is_copy else move.size
+                size = rounded(move.size, divisions) if move.is_copy else move.size
                 blocks[move.key] = torch.empty(size, dtype=torch.uint8, device=device)
             else:
                 blocks.pop(move.key, None)

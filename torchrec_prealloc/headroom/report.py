@@ -234,8 +234,14 @@ def _verdict(found: Headroom) -> str:
     if now.gives_back > 0:
         first = f"Preallocation would give back {about} {back:,.1f} MiB ({share:.0%}): {change}."
     else:
-        first = f"Preallocation would give back nothing here ({change}): the main stream's pool has too many sizes."
-    return "\n".join([first, _wrapped(f"  Why: {why}", "  "), _wrapped(f"  {how}", "  ")])
+        first = f"Preallocation would give back nothing here: {change}, since the sizes leave holes."
+    lines = [first, f"  Why: {why}", f"  {how}"]
+    if now.rounding:
+        lines.append(
+            f"  With size_rounding={now.rounding} batches would fit each other's memory better: "
+            f"{now.after_rounding / MIB:,.1f} MiB in all, {(now.now - now.after_rounding) / MIB:,.1f} MiB given back."
+        )
+    return "\n".join(_wrapped(line, "  ") for line in lines)
 
 
 def _wrapped(line: str, indent: str = "") -> str:
