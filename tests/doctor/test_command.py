@@ -84,7 +84,7 @@ def test_a_trainer_is_stopped_after_its_first_batch_and_that_is_explained(
 
 
 def test_it_runs_as_long_as_is_wanted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--steps", "4", "--device", "cpu", "--pinned", trainer(tmp_path)]) == 0
+    assert main(["doctor", "--no-prealloc", "--steps", "4", "--device", "cpu", "--pinned", trainer(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert "steps done: 2 []" in printed.out  # the pipeline copies ahead
     assert "was stopped after 4 batches" in printed.out

@@ -95,6 +95,7 @@ def _explain_config(args: argparse.Namespace, problem: str) -> None:
 def _explain_trainer(args: argparse.Namespace, problem: str) -> None:
     from torchrec_prealloc.doctor import trainer
 
+    args.prealloc = True  # without it there is nothing of ours to explain
     watch = trainer.Watch(args.steps, args.device, args.pinned)
     try:
         trainer.run_until_stopped(args, watch)
