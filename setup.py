@@ -61,7 +61,14 @@ EXTRAS_REQUIRE = {
         # Pictures are tested too.
         "matplotlib>=3.6,<4",
     ],
-    "dev": ["ruff>=0.17,<0.18", "mypy>=2.4,<3", "types-PyYAML>=6,<7", "types-tqdm>=4.60,<5"],
+    "dev": [
+        "ruff>=0.17,<0.18",
+        "mypy>=2.4,<3",
+        "types-PyYAML>=6,<7",
+        "types-tqdm>=4.60,<5",
+        # Packed batches through its StatefulDataLoader and its nodes, whose tests are left out without it; 60 KB.
+        "torchdata>=0.10,<0.12",
+    ],
 }
 
 setup(

@@ -10,17 +10,22 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import arrivals
 import pytest
 import torch
-from arrivals import assert_same, race_free
+from arrivals import CPU, assert_same, engine_for, race_free, send
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from recsys import FREES_EARLY, losses, make_batches, sharded
+from test_random_trees import Builder, batches, common, expected
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-from torchrec_prealloc import PreallocTrainPipelineSparseDist
+from torchrec_prealloc import PreallocConfig, PreallocTrainPipelineSparseDist
 from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.loader import PackedBatch, pack, packed
 from torchrec_prealloc.transfer import TransferEngine
@@ -161,6 +166,22 @@ def test_losses_are_torchrecs(early: bool, device: torch.device, one_rank: None)
         assert losses(pipeline, map(pack, batches)) == wanted
 
 
+@pytest.mark.parametrize("pipeline_class", [PreallocTrainPipelineSparseDist, TrainPipelineSparseDist])
+def test_losses_are_torchrecs_with_torchrecs_own_copy(
+    pipeline_class: Any, device: torch.device, one_rank: None
+) -> None:
+    batches = make_batches(8, wobble=True)
+    ready = batches if device.type == "cpu" else [batch.pin_memory() for batch in batches]
+    wanted = losses(TrainPipelineSparseDist(*sharded(device), device), ready)
+    ours = pipeline_class is PreallocTrainPipelineSparseDist
+    options = {"prealloc": PreallocConfig(enabled=False)} if ours else {}
+    with race_free(device):
+        packed_batches = [pack(batch) for batch in batches]
+        if device.type != "cpu":
+            packed_batches = [batch.pin_memory() for batch in packed_batches]
+        assert losses(pipeline_class(*sharded(device), device, **options), packed_batches) == wanted
+
+
 # What goes wrong -------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +231,66 @@ def test_what_cannot_be_sent_is_refused_in_the_worker() -> None:
         list(DataLoader(Local(), batch_size=None, collate_fn=pack, num_workers=1))
     [first, *_] = DataLoader(Local(), batch_size=None, collate_fn=pack)
     assert first.unpack()["x"][1].x == 1
+
+
+class WithHistory(Made):
+    def __getitem__(self, index: int) -> Any:
+        return {"x": [torch.ones(1), torch.ones(1, requires_grad=True) * 2]}
+
+
+def test_a_gradients_history_is_refused_in_the_worker() -> None:
+    with pytest.raises(CodecError, match=r"batch\['x'\]\[1\]: a torch.Tensor cannot be pickled .*detach"):
+        list(DataLoader(WithHistory(), batch_size=None, collate_fn=pack, num_workers=1))
+
+
+# Any tree --------------------------------------------------------------------------------------------------------
+
+
+class Trees(Dataset[Any]):
+    """A batch for each description of a tree."""
+
+    def __init__(self, descriptions: Any) -> None:
+        self.descriptions = descriptions
+
+    def __len__(self) -> int:
+        return len(self.descriptions)
+
+    def __getitem__(self, index: int) -> Any:
+        return ["root", *map(Builder(CPU).build, self.descriptions[index]), torch.arange(2)]
+
+
+def arrive(descriptions: Any, device: torch.device, **options: Any) -> None:
+    """Every tree comes out of a worker as it went in, and goes on to the device as unpacked."""
+    sent = Trees([one for one in descriptions if "requires grad, no leaf" not in repr(one)])
+    engine = engine_for(device)
+    described = arrivals._described
+    # Packed tensors have the strides that `.to` gives, and come out of a worker as the values that they stand for.
+    values = {"strides": None, "conj": False, "neg": False}
+    for index, arrived in enumerate(DataLoader(sent, batch_size=None, collate_fn=pack, **options)):
+        unpacked = arrived.unpack()
+        with mock.patch.object(arrivals, "_described", lambda tensor: {**described(tensor), **values}):
+            assert_same(unpacked, sent[index])
+        for isolate in (False, True):
+            assert_same(send(arrived, device, isolate, seed=index, engine=engine), expected(unpacked, device))
+
+
+@settings(common, max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(batches, min_size=20, max_size=40))
+def test_any_tree_comes_out_of_a_forked_worker(device: torch.device, descriptions: Any) -> None:
+    arrive(descriptions, device, num_workers=1, multiprocessing_context="fork")
+
+
+@settings(common, max_examples=2, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(batches, min_size=20, max_size=40))
+def test_any_tree_comes_out_of_a_spawned_worker(descriptions: Any) -> None:
+    arrive(descriptions, CPU, num_workers=1, multiprocessing_context="spawn")
+
+
+@pytest.mark.long
+@settings(common, max_examples=30, phases=[Phase.explicit, Phase.generate])
+@given(st.lists(batches, min_size=20, max_size=40))
+def test_any_of_many_trees_comes_out_of_two_workers(device: torch.device, descriptions: Any) -> None:
+    arrive(descriptions, device, num_workers=2)
 
 
 # torchdata -------------------------------------------------------------------------------------------------------

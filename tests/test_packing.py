@@ -14,7 +14,7 @@ from unittest import mock
 import arrivals
 import pytest
 import torch
-from arrivals import CPU, assert_same, engine_for, reference, send
+from arrivals import CPU, assert_same, engine_for, race_free, reference, send
 from hypothesis import given, settings
 from test_arrival import DTYPES, JAGGED, TENSORS, Computes, Subclass, numbers
 from test_random_trees import VARIANTS, Builder, Flagged, Mode, batches, common, expected
@@ -157,9 +157,17 @@ def test_a_run_of_the_last_batch_that_is_none_in_this_one(variant: str, odd: int
     for count in (20, 3, 20):
         pack(Builder(CPU).many(20, count, variant, 20))
         batch = Builder(CPU).many(20, count, variant, odd)
-        packed = by_queue(pack(batch)) if variant != "subclass" else pack(batch)
         wanted = [reference(tensor, CPU) if is_plain(tensor) else tensor for tensor in batch]
-        assert_same(packed.unpack(), wanted)
+        assert_same(pack(batch).unpack(), wanted)
+
+
+@pytest.mark.parametrize("name", ["conjugate view", "negative view"])
+def test_a_lazy_view_crosses_as_its_values(name: str) -> None:
+    # torch.multiprocessing hands over what the view lies over, and forgets that it is one.
+    [arrived] = by_queue(pack([TENSORS[name]()])).unpack()
+    assert torch.equal(arrived, TENSORS[name]())
+    assert not arrived.is_conj()
+    assert not arrived.is_neg()
 
 
 def test_a_run_whose_memory_was_freed() -> None:
@@ -336,6 +344,31 @@ def test_several_in_one_batch(device: torch.device) -> None:
 @pytest.mark.parametrize("batch", [{"a": 1}, [], None], ids=str)
 def test_a_batch_without_tensors(batch: Any, device: torch.device) -> None:
     assert send(pack(batch), device) == batch
+
+
+# Without the engine ----------------------------------------------------------------------------------------------
+
+
+def of_several_classes() -> Any:
+    return {"x": [numbers(3), Computes(numbers(3))], "y": JAGGED["lengths"]()}
+
+
+@pytest.mark.parametrize("make", [model_input, of_several_classes])
+def test_its_own_to_gives_what_the_batchs_own_gives(make: Any, device: torch.device) -> None:
+    host = make()
+    assert_same(pack(host).to(device), reference(host, device))
+
+
+def test_options_go_to_the_batchs_own_to(device: torch.device) -> None:
+    stream = torch.get_device_module(device).Stream()
+    with race_free(device):
+        host = model_input()
+        arrived, wanted = (
+            batch.to(device, non_blocking=True, data_copy_stream=stream) for batch in (pack(host), host)
+        )
+        if device != CPU:
+            torch.get_device_module(device).current_stream().wait_stream(stream)
+        assert_same(arrived, wanted)
 
 
 # Any tree --------------------------------------------------------------------------------------------------------

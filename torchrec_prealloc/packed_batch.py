@@ -133,7 +133,9 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         return unpickler.load()
 
     def __reduce__(self) -> Any:
-        rest = self.apart, self.code, self.globals, self.dtypes, self.table
+        # Between processes torch forgets that a tensor is a conjugate or negative view: its values would be others.
+        apart = tuple(tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor for tensor in self.apart)
+        rest = apart, self.code, self.globals, self.dtypes, self.table
         first = self.sections[0]
         if len(self.sections) > 1 and first.untyped_storage()._cdata == self.sections[-1].untyped_storage()._cdata:
             # One tensor, so one segment of shared memory and one file descriptor.
@@ -150,6 +152,11 @@ def _split(memory: Views, offset: int, count: int, dtype: torch.dtype, size: int
     flat = memory.at(offset, (dtype, torch.Size((count * size,)), (1,)))
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return flat.split_with_sizes([size] * count)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    return is_strided and (tensor.is_conj() or tensor.is_neg())
 
 
 def _from_whole(whole: Tensor, sizes: tuple[int, ...], *rest: Any) -> PackedBatch:

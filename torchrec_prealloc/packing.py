@@ -53,13 +53,14 @@ def pack(batch: Any) -> PackedBatch:
     except REFUSALS as error:
         raise refusal({"batch": batch}, error, lambda obj: _Coder(io.BytesIO(), in_worker).dump(obj)) from error
     layout = _Layout(coder.tensors)
+    if in_worker and any(map(_is_refused, layout.apart_tensors())):
+        raise refusal({"batch": batch}, RuntimeError(_NO_LEAF), lambda obj: _Checker(io.BytesIO(), True).dump(obj))
     # Until they are filled the tensors must not change, just as those that a worker sends unpacked.
     whole = _allocate(layout.nbytes, in_worker)
-    apart = [coder.tensors[index] for index in layout.apart]
     fill = functools.partial(layout.fill, whole)
     table = layout.table()  # before it is filled, which moves the offsets
     sections = fill if in_worker else fill()
-    return PackedBatch(sections, apart, buffer.getvalue(), tuple(coder.globals), layout.dtypes, table)
+    return PackedBatch(sections, layout.apart_tensors(), buffer.getvalue(), tuple(coder.globals), layout.dtypes, table)
 
 
 class _Layout:
@@ -104,6 +105,10 @@ class _Layout:
                 dtypes[index] = _NUMBERS[tensor.dtype]
             (self._inside if inside and not _goes_apart(tensor) else self.apart).append(index)
         return bytes(dtypes)
+
+    def apart_tensors(self) -> list[Tensor]:
+        """Those that travel as they are."""
+        return [self._tensors[index] for index in self.apart]
 
     def table(self) -> bytes:
         """What `read_table` reads."""
@@ -240,6 +245,22 @@ class _Coder(pickle.Pickler):
                 index = self._indices[id(obj)] = -len(self.globals)
             return index
         return None
+
+
+_NO_LEAF = "it has a gradient's history, which does not cross processes; give it detach()"
+
+
+def _is_refused(tensor: Tensor) -> bool:
+    return tensor.requires_grad and not tensor.is_leaf
+
+
+class _Checker(_Coder):
+    """Refuses tensors that the queue would refuse."""
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if isinstance(obj, Tensor) and _is_refused(obj):
+            raise RuntimeError(_NO_LEAF)
+        return super().persistent_id(obj)
 
 
 @functools.lru_cache(maxsize=1024)
