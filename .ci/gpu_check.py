@@ -28,18 +28,17 @@ import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
 TOTAL = 470
 """Seconds that all parts may take together."""
 ARCHIVE_BYTES = 15 << 20
 """Of logs.tar.gz, before compression of what is already compressed; larger snapshots are left out."""
 GPU, SIMULATOR, CPU = "GPU", "simulator", "CPU"
+NO_GPU = "no GPU"
 WAYS = ("blocking_copy", "non_blocking_copy", "preallocated_non_blocking_copy")
 
 
@@ -242,15 +241,19 @@ def run_part(part: Part, work: Path, seconds: float, gpu: bool) -> tuple[Outcome
     return Outcome(part.name, result, reading.on, took, reading.said, reading.figures), pictures
 
 
+def environment(more: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
+    """Of the processes: they find this checkout's package whether it is installed or not."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(more)}
+
+
 def _run(part: Part, work: Path, seconds: float) -> int | None:
     """The exit code; None where the time ran out."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **dict(part.environment)}
     with open(work / "log.txt", "wb") as log:
         process = subprocess.Popen(
             part.command(work),
             cwd=ROOT,
-            env=environment,
+            env=environment(part.environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -307,11 +310,28 @@ def table(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def write_json(out: Path, outcomes: Sequence[Outcome], left_out: Sequence[str]) -> None:
-    from torchrec_prealloc.bench.machine import describe_machine
+MACHINE = """
+import dataclasses, json
+from torchrec_prealloc.bench.machine import describe_machine
+print(json.dumps(dataclasses.asdict(describe_machine())))
+"""
 
+
+def describe() -> dict[str, Any]:
+    """The machine. Another process is asked: this one must not hold the GPU, which may serve one at a time."""
+    command = _python("-c", MACHINE)
+    asked = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    lines = asked.stdout.splitlines()
+    if asked.returncode or not lines:
+        return {"gpu": NO_GPU, "error": asked.stderr.strip().rpartition("\n")[2]}
+    machine: dict[str, Any] = json.loads(lines[-1])
+    return machine
+
+
+def write_json(out: Path, machine: Mapping[str, Any], outcomes: Sequence[Outcome], left_out: Sequence[str]) -> None:
+    """Write gpu-check.json."""
     content = {
-        "machine": dataclasses.asdict(describe_machine()),
+        "machine": machine,
         "parts": [dataclasses.asdict(one) for one in outcomes],
         "left_out": list(left_out),
     }
@@ -341,9 +361,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     longer = "times the limits of a GPU machine; 1 on a GPU, by default, and 4 in a rehearsal"
     parser.add_argument("--stretch", type=float, metavar="FACTOR", help=longer)
     args = parser.parse_args(arguments)
-    import torch
-
-    gpu = torch.cuda.is_available()
+    machine = describe()
+    gpu = machine["gpu"] != NO_GPU
     known = parts(gpu)
     unknown = sorted(set(args.only or ()) - {part.name for part in known})
     if unknown:
@@ -351,14 +370,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [part for part in known if not args.only or part.name in args.only]
     stretch = args.stretch or (1.0 if gpu else 4.0)
     args.out.mkdir(parents=True, exist_ok=True)
-    print(f"gpu-check: {'on ' + torch.cuda.get_device_name() if gpu else 'a rehearsal, there is no GPU'}", flush=True)
+    print(f"gpu-check: {'on ' + machine['gpu'] if gpu else 'a rehearsal, there is no GPU'}", flush=True)
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         for outcome in run_all(chosen, args.out, Path(folder), gpu, stretch):
             outcomes.append(outcome)
             print(f"{outcome.part}: {outcome.result}, {outcome.seconds:.0f} s: {outcome.said}", flush=True)
-            write_json(args.out, outcomes, ())
-        write_json(args.out, outcomes, archive(args.out, Path(folder)))
+            write_json(args.out, machine, outcomes, ())
+        write_json(args.out, machine, outcomes, archive(args.out, Path(folder)))
     print(f"\n{table(outcomes)}")
     bad = [one.part for one in outcomes if one.result not in ("passed", "skipped")]
     print(f"gpu-check: {'failed: ' + ', '.join(bad) if bad else 'all is well'}; results in {args.out}")

@@ -48,6 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def run(*parts: Any, arguments: tuple[str, ...] = ("--stretch", "1")) -> tuple[int, dict[str, Any], str]:
         monkeypatch.setattr(gpu_check, "parts", lambda gpu: list(parts))
+        monkeypatch.setattr(gpu_check, "describe", lambda: {"gpu": gpu_check.NO_GPU})
         code = gpu_check.main([str(tmp_path / "new" / "out"), *arguments])
         content = json.loads((tmp_path / "new" / "out" / "gpu-check.json").read_text())
         return code, {one["part"]: one for one in content["parts"]}, capsys.readouterr().out
@@ -124,6 +125,12 @@ def test_only_some(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run(*both, arguments=("--only", "three"))
     assert "no part 'three'; there are: one, two" in capsys.readouterr().err
+
+
+def test_the_machine_is_described_by_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (gpu_check.describe()["gpu"] == gpu_check.NO_GPU) == (not torch.cuda.is_available())
+    monkeypatch.setattr(gpu_check, "MACHINE", "import no_such_module")
+    assert "no_such_module" in gpu_check.describe()["error"]
 
 
 def test_all_parts_together_take_less_than_eight_minutes() -> None:
