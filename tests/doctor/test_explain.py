@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_arrival import JAGGED, TENSORS, Computes, numbers
+from test_arrival import JAGGED, TENSORDICTS, TENSORS, Computes, numbers
 from test_random_trees import Flagged, Mode, Noded, Registered
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -161,7 +161,18 @@ def test_names_of_a_pytree_node_and_of_a_packed_batch() -> None:
     assert [leaf.path for leaf in explain(Noded(numbers(2), [numbers(3)])).leaves] == ["batch.x", "batch.y[0]"]
     packed = explain(pack({"a": numbers(2), "b": numbers(1, 2)}))
     assert [leaf.path for leaf in packed.leaves] == ["batch.sections[0]"]
-    assert "2 tensors in 1 sections" in str(packed)
+    assert "2 tensors in 1 section" in str(packed)
+
+
+def test_names_of_a_tensordict_and_of_jagged_tensors() -> None:
+    found = explain({"td": TENSORDICTS["flat"](), "v": JAGGED["variable batch"](), "j": JAGGED["JaggedTensor"]()})
+    paths = [leaf.path for leaf in found.leaves]
+    assert [path for path in paths if path.startswith("batch['td']['")]
+    assert "batch['v']._inverse_indices[1]" in paths
+    notes = {node.path: node.note for node in found.root.nodes()}
+    assert notes["batch['td']"].startswith("batch size [")
+    assert notes["batch['v']"] == "2 keys (f, g), variable batch, 10 values"
+    assert notes["batch['j']"] == "6 values, weighted"
 
 
 def test_a_batch_that_holds_itself() -> None:

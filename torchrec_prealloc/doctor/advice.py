@@ -25,9 +25,8 @@ LOOKED_AT = 1 << 22
 """Values of a batch that are looked at: a few milliseconds."""
 WORTH = 1 << 10
 """Bytes of int64 values from which on half of them are worth a line."""
-MOSTLY_UNUSED = 4
-"""How many times the bytes that leaves view a storage may be large, and MOSTLY_UNUSED_BYTES, before it is said."""
-MOSTLY_UNUSED_BYTES = 1 << 20
+LARGE_STORAGE, TIMES_USED = 1 << 20, 4
+"""A storage of at least so many bytes, and more than so many times those that leaves view, is worth a line."""
 INT32_MAX = (1 << 31) - 1
 
 
@@ -244,6 +243,6 @@ def _storages(tree: Tree) -> Iterator[Advice]:
             views.setdefault(leaf.storage, []).append(leaf)
     for storage, leaves in views.items():
         held = leaves[0].storage_nbytes
-        if held >= MOSTLY_UNUSED_BYTES and held > MOSTLY_UNUSED * used[storage]:
+        if held >= LARGE_STORAGE and held > TIMES_USED * used[storage]:
             effect = f"of a storage of {size_text(held)}, which a worker hands over, and the batch keeps alive, whole"
             yield _say(Cost.UNUSED_STORAGE, leaves, "a small part", effect, ".clone() of the part that is used")

@@ -37,15 +37,18 @@ def child_names(obj: Any, children: Sequence[Any]) -> list[str]:
 def _keys(obj: Any) -> list[Any] | None:
     if isinstance(obj, dict):
         return list(obj)
-    if hasattr(type(obj), "batch_size") and callable(getattr(type(obj), "keys", None)):  # a TensorDict
-        return list(obj.keys())
-    return None
+    return list(obj.keys()) if _is_tensordict(obj) else None
+
+
+def _is_tensordict(obj: Any) -> bool:
+    """By name: TorchRec's early versions do without tensordict."""
+    return any(base.__name__ == "TensorDictBase" for base in type(obj).__mro__)
 
 
 def note_of(obj: Any) -> str:
     """What a container is beside its tensors; read from its fields, since TorchRec's methods fill caches."""
     if isinstance(obj, PackedBatch):
-        return f"{len(obj.dtypes)} tensors in {len(obj.sections)} sections"
+        return f"{_count(len(obj.dtypes), 'tensor')} in {_count(len(obj.sections), 'section')}"
     state = getattr(obj, "__dict__", {})
     if type(obj) in JAGGED:
         notes = [_keys_note(state["_keys"])] if "_keys" in state else []
@@ -56,7 +59,7 @@ def note_of(obj: Any) -> str:
         notes += [f"{values.numel()} values"] if isinstance(values, Tensor) else []
         notes += ["weighted"] if state.get("_weights") is not None else []
         return ", ".join(notes)
-    if hasattr(type(obj), "batch_size") and _keys(obj) is not None:
+    if _is_tensordict(obj):
         return f"batch size {list(obj.batch_size)}"
     return ""
 
@@ -64,7 +67,11 @@ def note_of(obj: Any) -> str:
 def _keys_note(keys: Sequence[str]) -> str:
     shown = ", ".join(map(str, keys[:SHOWN_KEYS]))
     more = ", ..." if len(keys) > SHOWN_KEYS else ""
-    return f"{len(keys)} {'key' if len(keys) == 1 else 'keys'}" + (f" ({shown}{more})" if keys else "")
+    return _count(len(keys), "key") + (f" ({shown}{more})" if keys else "")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _stride(state: dict[str, Any]) -> int | None:

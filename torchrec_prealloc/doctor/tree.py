@@ -126,7 +126,6 @@ class Tree:
         cls, kept = type(ran.obj), ran.kept()
         known = self._trial.known.get(cls)
         here = self._trial.place.used
-
         converted = {key: new for key, new in ran.by_field().items() if _storage_or_none(new) in self._segment_of}
 
         def fate(tensor: Tensor) -> Fate:
@@ -250,9 +249,7 @@ class Tree:
         return tensor.is_pinned() if self._can_pin and tensor.numel() else None
 
 
-def _container(
-    obj: Any, name: str, path: str, children: Iterable[ExplainedNode | None]
-) -> ExplainedNode:
+def _container(obj: Any, name: str, path: str, children: Iterable[ExplainedNode | None]) -> ExplainedNode:
     held = tuple(child for child in children if child is not None)
     return ExplainedNode(name, path, type(obj).__name__, note_of(obj), held)
 
