@@ -16,9 +16,9 @@ import torchrec_prealloc
 from torchrec_prealloc.batch_types import (
     OWN_TO,
     BatchError,
+    check_understood,
     fields_kind,
     is_made_of_fields,
-    is_understood,
     kind_of,
     register_batch_type,
 )
@@ -176,6 +176,7 @@ def test_registering_what_is_no_batch_class_is_refused(what: Any) -> None:
 
 @pytest.mark.parametrize("batch", [3, "text", None, object(), np.arange(3)])
 def test_a_batch_that_cannot_move_is_refused_with_the_remedy(batch: Any) -> None:
-    assert not is_understood(batch)
+    with pytest.raises(BatchError, match="is no tensor, no registered type and has no `to`"):
+        check_understood(batch)
     with pytest.raises(BatchError, match=rf"a batch of type {type(batch).__name__} .* register_batch_type"):
         TransferEngine(CPU).start(batch)

@@ -84,9 +84,17 @@ def has_its_own_way(cls: type) -> bool:
     return cls in _registered or (cls in pytree.SUPPORTED_NODES and cls not in _PLAIN_CONTAINERS)
 
 
-def is_understood(batch: Any) -> bool:
-    """Whether `batch` itself is a tensor, a registered type or a class with its own `to`."""
-    return isinstance(batch, Tensor) or kind_of(type(batch)) is not None
+def check_understood(batch: Any) -> None:
+    """Refuse a batch that is itself no tensor, no registered type and no class with its own `to`.
+
+    Raises:
+        BatchError: it is none of them.
+    """
+    if not isinstance(batch, Tensor) and kind_of(type(batch)) is None:
+        raise BatchError(
+            f"a batch of type {type(batch).__name__} is no tensor, no registered type and has no `to`; "
+            "register its class with register_batch_type, or give it `to(device, non_blocking)`"
+        )
 
 
 def kind_of(cls: type) -> Kind | None:

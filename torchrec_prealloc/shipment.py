@@ -77,7 +77,7 @@ class Arena:
 
 
 class Shipment:
-    """A batch's way from the host's object to the device's.
+    """A batch's way from the host's object to the device's. What its methods decide, `doctor/trial.py` writes down.
 
     Args:
         device: the target.

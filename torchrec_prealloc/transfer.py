@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchrec_prealloc.batch_types import BatchError, is_understood
+from torchrec_prealloc.batch_types import check_understood
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.labels import step
 from torchrec_prealloc.memory import Memory
@@ -155,11 +155,7 @@ class TransferEngine:
             BatchError: nothing in the batch can be moved to a device, or it cannot be taken apart.
             Exception: what the batch's own `to` raises. Nothing is queued then, and nothing lost.
         """
-        if not is_understood(batch):
-            raise BatchError(
-                f"a batch of type {type(batch).__name__} is no tensor, no registered type and has no `to`; "
-                "register its class with register_batch_type, or give it `to(device, non_blocking)`"
-            )
+        check_understood(batch)
         self._settle_dropped()
         owner = owner if owner is not None else self.current_stream()
         transfer = Transfer(None, self, owner)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchrec_prealloc.batch import Walk, tensors_in
-from torchrec_prealloc.batch_types import BatchError, field_names, is_understood
+from torchrec_prealloc.batch_types import BatchError, check_understood, field_names
 from torchrec_prealloc.config import PreallocConfig
 from torchrec_prealloc.doctor.place import Place
 from torchrec_prealloc.layout import Form
@@ -206,11 +206,7 @@ def try_out(
         BatchError: the engine would refuse the batch.
         Exception: what the batch's own `to` raises.
     """
-    if not is_understood(batch):
-        raise BatchError(
-            f"a batch of type {type(batch).__name__} is no tensor, no registered type and has no `to`; "
-            "register its class with register_batch_type, or give it `to(device, non_blocking)`"
-        )
+    check_understood(batch)
     known: dict[type, Learning] = {}
     for _ in range(2):
         trial = Trial(place, config, isolate, known, all_pinned)
