@@ -107,8 +107,9 @@ def _read_simulator(work: Path, gpu: bool) -> Reading:
 
 
 def _tests(work: Path) -> list[str]:
-    options = ["-q", "-rf", "--tb=short", "-p", "no:cacheprovider", f"--basetemp={work / 'pytest'}"]
-    return _python("-m", "pytest", "-m", "gpu and not long", *options, f"--junit-xml={work / 'tests.xml'}", "tests")
+    options = ["-q", "-rf", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+    options += [f"--basetemp={work / 'pytest'}", f"--junit-xml={work / 'tests.xml'}"]
+    return _python("-m", "pytest", "-m", "gpu and not long", *options, "tests")
 
 
 def _read_tests(work: Path, gpu: bool) -> Reading:

@@ -199,6 +199,35 @@ def test_the_race_on_purpose_is_found_only_where_somebody_watches(
     assert (result.outcome, result.said) == ("failed", "nothing was found")
 
 
+def test_only_what_torchrecs_own_class_does_too_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_loops = script("gpu_loops")
+
+    class Kind:
+        def __init__(self, **fails: Exception) -> None:
+            self.fails = fails
+
+        def ours(self) -> str:
+            return "ours"
+
+        def theirs(self) -> str:
+            return "theirs"
+
+        def run(self, cls: str, device: torch.device, steps: int, **options: Any) -> list[int]:
+            if cls in self.fails:
+                raise self.fails[cls]
+            return list(range(steps))
+
+    def run(**fails: Exception) -> tuple[str, str]:
+        outcome: tuple[str, str] = gpu_loops._run(Kind(**fails), torch.device("cpu"), gpu_loops.PreallocConfig())
+        return outcome
+
+    assert run() == ("passed", "")
+    assert run(ours=ValueError("no")) == ("failed", "ValueError: no")
+    assert run(ours=ValueError("no"), theirs=OSError("no")) == ("failed", "ValueError: no")
+    both = run(ours=ValueError("no"), theirs=ValueError("nor this"))
+    assert both == ("skipped", "TorchRec's own class fails too: ValueError: nor this")
+
+
 def test_the_snapshots_are_as_headroom_reads_them(
     simulated_accelerator: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
