@@ -75,12 +75,25 @@ configs = st.builds(
 )
 
 
+def agrees_on_a_tree(device: torch.device, descriptions: Any, config: PreallocConfig, isolate: bool) -> None:
+    agrees(lambda: ["root", *map(Builder(device).build, descriptions), numbers(2)], device, config, isolate)
+
+
 @settings(common, max_examples=100)
 @given(batches, configs, st.booleans())
 def test_copies_bytes_and_allocations_of_any_tree(
     device: torch.device, descriptions: Any, config: PreallocConfig, isolate: bool
 ) -> None:
-    agrees(lambda: ["root", *map(Builder(device).build, descriptions), numbers(2)], device, config, isolate)
+    agrees_on_a_tree(device, descriptions, config, isolate)
+
+
+@pytest.mark.long
+@settings(common, max_examples=2000)
+@given(batches, configs, st.booleans())
+def test_copies_bytes_and_allocations_of_any_of_many_trees(
+    device: torch.device, descriptions: Any, config: PreallocConfig, isolate: bool
+) -> None:
+    agrees_on_a_tree(device, descriptions, config, isolate)
 
 
 # Each leaf -------------------------------------------------------------------------------------------------------
