@@ -21,9 +21,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     def run(full: bool) -> Any:
         ran.append(full)
-        yield Row("a", {"x": 1.5, "y": 2})
+        yield Row("a", {"x": 1.5, "y": 2, "on": "CPU"})
 
-    columns = (Column("x", "X", 1, better="low"), Column("y", "Y"))
+    columns = (Column("x", "X", 1, better="low"), Column("y", "Y"), Column("on", "measured on"))
     module = SimpleNamespace(SUMMARY="a test", COLUMNS=columns, run=run, missed=lambda rows: ["a: X is 1.5"])
     monkeypatch.setattr(command, "BENCHMARKS", {"fake": "fake.path"})
     monkeypatch.setitem(sys.modules, "fake.path", module)  # type: ignore[arg-type]
@@ -37,18 +37,19 @@ def test_the_table_is_printed_and_written(fake: list[bool], tmp_path: Path, caps
     assert "Machine: " in printed
     assert "missed: fake: a: X is 1.5" in printed
     assert fake == [True]
-    assert json.loads((tmp_path / "fake.json").read_text())["rows"] == [{"name": "a", "x": 1.5, "y": 2}]
-    assert (tmp_path / "fake.md").read_text().startswith("| fake | X | Y |")
+    assert json.loads((tmp_path / "fake.json").read_text())["rows"] == [{"name": "a", "x": 1.5, "y": 2, "on": "CPU"}]
+    assert (tmp_path / "fake.md").read_text().startswith("| fake | X | Y | measured on |")
     assert (tmp_path / "fake.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.usefixtures("fake")
 def test_what_is_better_is_drawn_and_ours_stands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(plot, "write_plot", lambda table, path, title, stands_out, footnote: drawn.append(table))
+    monkeypatch.setattr(plot, "write_plot", lambda table, path, title, highlight, note: drawn.extend((table, note)))
     command.run(SimpleNamespace(names=[], check=False, full=False, out=tmp_path))  # type: ignore[arg-type]
     assert [column.key for column in drawn[0].columns] == ["x"]
     assert drawn[0].rows == (Row("a", {"x": 1.5}),)
+    assert drawn[1].startswith("measured on: CPU; ")
     names = ["batch: ours, ring", "P: preallocated_non_blocking_copy", "P: blocking_copy", "Tensor.to each"]
     assert [command._is_ours(name) for name in names] == [True, True, False, False]
 

@@ -89,8 +89,10 @@ def _draw(module: Any, table: Table, path: Path, machine: str) -> None:
         columns=tuple(column for column in table.columns if column.key in keys),
         rows=tuple(Row(row.name, {key: row.figures.get(key) for key in keys}) for row in table.rows),
     )
+    places = sorted({str(row.figures["on"]) for row in table.rows if row.figures.get("on")})
+    footnote = f"measured on: {', '.join(places)}; {machine}" if places else machine
     try:
-        write_plot(drawn, path, f"{table.subject}: {module.SUMMARY}", _is_ours, machine)
+        write_plot(drawn, path, f"{table.subject}: {module.SUMMARY}", _is_ours, footnote)
     except PlotUnavailable as error:
         print(error)
     except ValueError as error:
