@@ -106,16 +106,15 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         """The batch's tensors, in the order of their indices, as views of (other) sections."""
         table = read_table(self.table)
         views: list[Tensor] = []
-        memories = [Views(section) for section in sections]
-        for (number, offset, step, count, shape, strides), dtype in zip(table.pieces, table.types, strict=True):
-            memory = memories[number]
-            first = int(memory.base.storage_offset()) + offset
-            if count == 1:
-                views.append(memory.at(first, (dtype, shape, strides)))
-            elif strides == (1,) and step == shape[0] * dtype.itemsize:
-                views.extend(_split(memory, first, count, dtype, int(shape[0])))
+        memories = [(Views(section), int(section.storage_offset())) for section in sections]
+        for piece in table.pieces:
+            memory, start = memories[piece.section]
+            if piece.number == 1:
+                views.append(memory.at(start + piece.offset, piece.form))
+            elif piece.is_one_row:
+                views.extend(_split(memory, start + piece.offset, piece))
             else:
-                views.extend(memory.run(first, step, count, (dtype, shape, strides)))
+                views.extend(memory.run(start + piece.offset, piece.step, piece.number, piece.form))
         views.extend(apart)
         ordered: Sequence[Tensor] = table.in_order(views)
         return ordered
@@ -147,11 +146,12 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         return f"PackedBatch({len(self.dtypes)} tensors, {len(self)} bytes in {len(self.sections)} sections)"
 
 
-def _split(memory: Views, offset: int, count: int, dtype: torch.dtype, size: int) -> Sequence[Tensor]:
+def _split(memory: Views, offset: int, piece: Piece) -> Sequence[Tensor]:
     """`Views.run` for tensors of one dimension without gaps between them, a fifth faster."""
-    flat = memory.at(offset, (dtype, torch.Size((count * size,)), (1,)))
+    dtype, (size,), strides = piece.form
+    flat = memory.at(offset, (dtype, torch.Size((piece.number * size,)), strides))
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return flat.split_with_sizes([size] * count)
+        return flat.split_with_sizes([size] * piece.number)
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -186,12 +186,24 @@ class Place(NamedTuple):
     form: Form
 
 
+class Piece(NamedTuple):
+    """Tensors of one form at equal distances."""
+
+    section: int
+    offset: int
+    """Of the first, in bytes."""
+    step: int
+    """Bytes from one to the next."""
+    number: int
+    form: Form
+    is_one_row: bool
+    """Whether they have one dimension, and no gaps between them."""
+
+
 class Table(NamedTuple):
     """Where the tensors lie."""
 
-    pieces: tuple[tuple[int, int, int, int, torch.Size, tuple[int, ...]], ...]
-    """Section, byte offset of the first tensor, bytes from one to the next, count, shape, strides."""
-    types: tuple[torch.dtype, ...]
+    pieces: tuple[Piece, ...]
     positions: Sequence[int]
     """For each index the tensor's position among those of all pieces, and behind them those apart. Empty: the same."""
     in_order: Any
@@ -200,10 +212,10 @@ class Table(NamedTuple):
     def place(self, index: int) -> Place:
         """Where the tensor of an index lies."""
         position = self.positions[index] if self.positions else index
-        for (section, offset, step, count, shape, strides), dtype in zip(self.pieces, self.types, strict=True):
-            if position < count:
-                return Place(section, offset + position * step, (dtype, shape, strides))
-            position -= count
+        for piece in self.pieces:
+            if position < piece.number:
+                return Place(piece.section, piece.offset + position * piece.step, piece.form)
+            position -= piece.number
         return Place(-1, 0, (torch.uint8, torch.Size(), ()))
 
 
@@ -211,8 +223,13 @@ class Table(NamedTuple):
 def read_table(table: bytes) -> Table:
     """Read what `pack` wrote."""
     pieces, order = Unpickler(table, allowed=()).load()
-    read = tuple((*piece[:4], torch.Size(piece[5]), piece[6]) for piece in pieces)
-    return Table(read, tuple(DTYPES[piece[4]] for piece in pieces), *_read_order(order))
+    return Table(tuple(_piece(*piece) for piece in pieces), *_read_order(order))
+
+
+def _piece(section: int, offset: int, step: int, number: int, kind: int, shape: Any, strides: Any) -> Piece:
+    dtype = DTYPES[kind]
+    is_one_row = strides == (1,) and step == shape[0] * dtype.itemsize
+    return Piece(section, offset, step, number, (dtype, torch.Size(shape), strides), is_one_row)
 
 
 @functools.lru_cache(maxsize=256)
@@ -223,10 +240,15 @@ def _read_order(order: bytes) -> tuple[Sequence[int], Any]:
     return positions, itemgetter(*positions) if len(positions) > 1 else lambda tensors: tensors
 
 
-def _choose(packed: PackedBatch, own_to: Any, isolate: bool) -> Kind:
-    from torchrec_prealloc.packed_kind import choose
+_kinds: Any = None
 
-    return choose(packed, own_to, isolate)
+
+def _choose(packed: PackedBatch, own_to: Any, isolate: bool) -> Kind:
+    global _kinds
+    if _kinds is None:
+        from torchrec_prealloc import packed_kind as _kinds  # which needs this module
+    kind: Kind = _kinds.choose(packed, own_to, isolate)
+    return kind
 
 
 UNPACKED = Kind(lambda packed: ([packed.unpack()], None), lambda children, _: children[0])

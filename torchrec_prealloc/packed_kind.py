@@ -29,7 +29,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from torchrec_prealloc.batch import OwnTo, Walk
 from torchrec_prealloc.batch_types import Kind, has_its_own_way
-from torchrec_prealloc.packed_batch import APART, DTYPES, UNPACKED, PackedBatch, read_table
+from torchrec_prealloc.packed_batch import APART, DTYPES, UNPACKED, PackedBatch, Place, read_table
 from torchrec_prealloc.shipment import Shipment
 
 REMEMBERED = 64
@@ -67,14 +67,14 @@ def _alone(section: Tensor) -> Tensor:
 
 
 def _unflatten(children: Sequence[Any], packed: PackedBatch) -> Any:
-    return packed.rebuild(_tensors(children, packed))
+    kept = _structures[packed.code, packed.dtypes, packed.globals].kept
+    return packed.rebuild(_tensors(children, packed, kept))
 
 
-def _tensors(children: Sequence[Any], packed: PackedBatch) -> Sequence[Tensor]:
-    """The batch's tensors, in the order of their indices, those that stay on the host among them."""
+def _tensors(children: Sequence[Any], packed: PackedBatch, kept: frozenset[int]) -> Sequence[Tensor]:
+    """The batch's tensors, in the order of their indices, those `kept` on the host among them."""
     count = len(packed.sections)
     tensors = packed.views([section.view(torch.uint8) for section in children[:count]], children[count:])
-    kept = _structures[packed.code, packed.dtypes, packed.globals].kept
     if kept:
         host = packed.views(packed.sections, packed.apart)
         tensors = [host[index] if index in kept else tensor for index, tensor in enumerate(tensors)]
@@ -89,10 +89,14 @@ class _Sent:
 
     def __init__(self, shipment: Shipment, packed: PackedBatch, kept: frozenset[int]) -> None:
         held = shipment.memory.held_in_packed
-        table = read_table(packed.table)
-        places = {index: table.place(index) for index in held.next_batch(len(packed.dtypes)) if index not in kept}
-        self._again = {index: place for index, place in places.items() if place.section == 0}
+        wanted = held.next_batch(len(packed.dtypes))
+        self._again: dict[int, Place] = {}
         """Those that travel once more."""
+        if wanted:
+            table = read_table(packed.table)
+            places = {index: table.place(index) for index in wanted if index not in kept}
+            self._again = {index: place for index, place in places.items() if place.section == 0}
+        self._kept = kept
         self._watched = held.latest
         self._shipment = shipment
 
@@ -108,9 +112,9 @@ class _Sent:
         memory = self._shipment.memory
         memory.watch(children[0], -1, self._watched)
         if not self._again:
-            return _unflatten(children, packed)
+            return packed.rebuild(_tensors(children, packed, self._kept))
         count = len(children) - len(self._again)
-        tensors = list(_tensors(children[:count], packed))
+        tensors = list(_tensors(children[:count], packed, self._kept))
         for index, arrived in zip(self._again, children[count:], strict=True):
             memory.watch(arrived, index, self._watched)
             tensors[index] = arrived

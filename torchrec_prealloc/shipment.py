@@ -158,6 +158,8 @@ class Shipment:
         if self._pinning is not None:
             self._pinning += filter(is_plain, tensors)
         count = len(tensors)
+        if count == 1 and not isolated and is_plain(tensors[0]) and tensors[0].is_contiguous():
+            return [self._load_one(tensors[0])]
         alone = self.memory.held.next_batch(count) if not isolated else ()
         if self.own_memory:
             alone = frozenset(alone).union(i for i, tensor in enumerate(tensors) if id(tensor) in self.own_memory)
@@ -175,6 +177,21 @@ class Shipment:
         structure = structure_of(leaves, tensors, self._direct_bytes, alone)
         self.memory.structures[count] = structure
         return self._load_tensors(tensors, structure, isolated)
+
+    def _load_one(self, tensor: Tensor) -> Tensor:
+        """A group of one tensor, as a packed batch of small ones is: nothing to lay out, and nobody to share with."""
+        check_storage(tensor)
+        nbytes, form = tensor.numel() * tensor.element_size(), (tensor.dtype, tensor.shape, tensor.stride())
+        is_large = nbytes >= self._direct_bytes
+        base = self._allocate(_size(nbytes), False)
+        if is_large and self._can_leave(tensor):
+            arrived = Views(base).at(0, form)
+            self.direct.append((arrived, tensor))
+            return arrived
+        arena = Arena(base, self._staging)
+        arena.takes_long = self._streams and is_large
+        self.arenas.append(arena)
+        return arena.add(tensor, form)
 
     def _load_tensors(self, tensors: list[Tensor], structure: Structure, isolated: bool) -> list[Tensor]:
         moved: dict[int, Tensor] = {}
