@@ -34,6 +34,7 @@ INNER = [("to", "/x/torch/tensor.py"), ("at::native::empty_cuda", "/b/Empty.cpp"
         ([("__init__", DATA), ("forward", DATA), ("_start_data_dist", UTILS)], Kind.INPUT_DIST, "__init__"),
         ([("_wait_impl", DATA), ("wait", "/x/torchrec/distributed/types.py")], Kind.INPUT_DIST, "_wait_impl"),
         ([("permute", "/x/torchrec/s.py"), ("start_sparse_data_dist", "/me/p.py")], Kind.INPUT_DIST, "start_sparse"),
+        ([("cat", "/me/c.py"), ("forward", DATA), ("output_dist", "/x/torchrec/e.py")], Kind.OTHER, "cat"),
         ([("forward", COMM), ("_wait_impl", DATA)], Kind.OUTPUT_DIST, "forward"),
         ([("split", "/x/fbgemm.py"), ("prefetch", PIPELINE + "pipeline_stage.py")], Kind.LOOKUP, "prefetch"),
         ([("allocate", OURS + "buffers.py"), ("copy_batch_to_gpu", PIPELINE + "t.py")], Kind.OURS, "allocate"),

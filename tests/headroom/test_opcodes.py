@@ -70,6 +70,7 @@ def test_long_lists_dicts_and_strings_arrive(monkeypatch: pytest.MonkeyPatch) ->
     value = {
         "numbers": list(range(2_500)),
         "long": "x" * 10_000,
+        "texts": [chr(97 + size % 26) * size for size in range(200, 900, 7)],
         "keys": {str(number): number for number in range(2_500)},
         "stacks": [frames[start:] for start in range(250)],
         "deep": frames * 5,

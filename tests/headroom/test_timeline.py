@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchrec_prealloc.headroom.cause import Kind
+from torchrec_prealloc.headroom.report import buckets
 from torchrec_prealloc.headroom.snapshot import read_snapshot
-from torchrec_prealloc.headroom.timeline import Timeline, timelines
+from torchrec_prealloc.headroom.timeline import Curve, Timeline, timelines
 
 from .written import COPY, INPUT_DIST, OTHER, SLOT, SLOTS, Written, random_history
 
@@ -154,6 +156,22 @@ def test_devices_are_apart(tmp_path: Path) -> None:
     assert (first.device, last.device) == (0, 2)
     assert first.total().peak == timeline_of(one, tmp_path).total().peak
     assert last.total().peak == timeline_of(other, tmp_path).total().peak
+
+
+@once
+@given(
+    st.lists(st.integers(0, 200), min_size=1, max_size=40).map(sorted),
+    st.lists(st.integers(0, 9), max_size=30),
+    st.integers(1, 20),
+)
+def test_a_part_of_the_time_shows_its_largest_value(times: list[int], values: list[int], count: int) -> None:
+    changes = np.arange(len(times))[: len(values)].astype(np.int32)
+    curve = Curve(3, changes, np.array(values[: len(times)], np.int64))
+    edges = np.linspace(times[0], times[-1], count + 1)
+    begins = [0, *(next((n for n, time in enumerate(times) if time >= edge), len(times)) for edge in edges[1:-1])]
+    for part, largest in enumerate(buckets(np.array(times), curve, count)):
+        end = begins[part + 1] if part + 1 < count else len(times)
+        assert largest == max(curve.after(entry) for entry in range(begins[part] - 1, max(end, begins[part])))
 
 
 @pytest.mark.parametrize("history", [True, False])
