@@ -65,6 +65,10 @@ def test_segments_are_as_high_as_what_is_reserved_and_never_overlap(seed: int, f
         for entry in range(120 - first):
             standing = [b for b in blocks if b.stream == curves.stream and b.begin <= entry < b.end]
             assert sum(block.size for block in standing) == curves.active.after(entry)
+            around = [s for s in segments if s.stream == curves.stream and s.begin <= entry < s.end]
+            for block in standing:
+                (segment,) = [s for s in around if s.address <= block.address < s.address + s.size]
+                assert block.place - segment.place == block.address - segment.address
 
 
 def test_a_block_lies_in_its_segment(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ class Written:
         self._now: dict[int, list[int]] = {}
         self._stacks = stacks
         self._next = 0x7F00_0000_0000
+        self._released: list[int] = []
 
     def event(self, action: str, stream: int, address: int, size: int, frames: Frames, changes: list[int]) -> None:
         entry = {"action": action, "addr": address, "size": size, "stream": stream}
@@ -49,8 +50,11 @@ class Written:
         self.totals.append({number: list(values) for number, values in self._now.items()})
 
     def segment(self, stream: int, frames: Frames = OTHER) -> int:
-        address, size = self._next, SLOT * SLOTS
-        self._next += 2 * size
+        size = SLOT * SLOTS
+        if self._released:  # the device's allocator gives it again, as cudaMalloc does
+            address = self._released.pop()
+        else:
+            address, self._next = self._next, self._next + 2 * size
         self.segments[address] = {"stream": stream, "frames": frames, "blocks": [None] * SLOTS}
         self.event("segment_alloc", stream, address, size, frames, [1, 0, 0])
         return address
@@ -80,6 +84,7 @@ class Written:
 
     def release(self, address: int) -> None:
         segment = self.segments.pop(address)
+        self._released.append(address)
         self.event("segment_free", segment["stream"], address, SLOT * SLOTS, OTHER, [-1, 0, 0])
 
     def blocks(self, state: str) -> list[int]:
