@@ -135,6 +135,10 @@ def test_large_tensors_in_shared_memory_are_not_copied() -> None:
     packed = pack([shared, torch.ones(3)])
     assert packed.apart == (shared,)
     assert packed.unpack()[0] is shared
+    assert pack([shared]).sections == ()
+    [arrived] = by_queue(pack([shared])).unpack()
+    assert torch.equal(arrived, shared)
+    assert torch.equal(send(pack([shared]), CPU)[0], shared)
     assert pack([torch.ones(100).share_memory_()]).apart == ()
 
 

@@ -36,7 +36,7 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
 
     Args:
         sections: the packed tensors' bytes (uint8, 1-D): first one for all small ones, then one for each large one; or
-            what fills them.
+            what fills them. None where all tensors travel apart.
         apart: tensors that travel as they are.
     """
 
@@ -135,10 +135,10 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         # Between processes torch forgets that a tensor is a conjugate or negative view: its values would be others.
         apart = tuple(tensor.resolve_conj().resolve_neg() if _is_lazy(tensor) else tensor for tensor in self.apart)
         rest = apart, self.code, self.globals, self.dtypes, self.table
-        first = self.sections[0]
-        if len(self.sections) > 1 and first.untyped_storage()._cdata == self.sections[-1].untyped_storage()._cdata:
+        storages = {section.untyped_storage()._cdata for section in self.sections}
+        if len(storages) == 1 < len(self.sections):
             # One tensor, so one segment of shared memory and one file descriptor.
-            whole = torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage())
+            whole = torch.empty(0, dtype=torch.uint8).set_(self.sections[0].untyped_storage())
             return _from_whole, (whole, tuple(map(len, self.sections)), *rest)
         return PackedBatch, (self.sections, *rest)
 

@@ -110,7 +110,8 @@ class _Sent:
 
     def unflatten(self, children: Sequence[Any], packed: PackedBatch) -> Any:
         memory = self._shipment.memory
-        memory.watch(children[0], -1, self._watched)
+        if packed.sections:
+            memory.watch(children[0], -1, self._watched)
         if not self._again:
             return packed.rebuild(_tensors(children, packed, self._kept))
         count = len(children) - len(self._again)

@@ -29,8 +29,10 @@ from torchrec_prealloc.runs import Run, Structure, structure_of
 
 SECTION_BYTES = PreallocConfig.direct_bytes
 """A tensor of at least this many bytes gets memory of its own on the device, as it does unpacked."""
-SHARED_BYTES = 1 << 20
-"""A tensor of at least this many bytes that already is in shared memory costs less to hand over than to copy."""
+SHARED_BYTES = SECTION_BYTES
+"""A tensor of at least this many bytes that already is in shared memory travels apart: it costs less to hand over than
+to copy. Measured by `torchrec-prealloc bench loader --full`: eight such tensors are faster copied up to 64 KiB each,
+and slower from 256 KiB on. Not less than `SECTION_BYTES`, below which nobody asks each tensor of a run."""
 REMEMBERED = 64
 """Numbers of tensors for which the runs are remembered."""
 
@@ -81,7 +83,9 @@ class _Layout:
         """As in the packed batch."""
         self._leaves = [looked_at.get(index) or leaf(tensors[index], index) for index in self._inside]
         taken = sum(region.nbytes for region in self._regions)
-        self._segments = plan(self._leaves, SECTION_BYTES, taken) or [Segment([], ALIGNMENT, direct=False)]
+        self._segments = plan(self._leaves, SECTION_BYTES, taken)
+        if not tensors:  # what is packed has a tensor to travel with
+            self._segments = [Segment([], ALIGNMENT, direct=False)]
         self._segments.sort(key=lambda segment: segment.direct)
 
     @property
@@ -136,7 +140,7 @@ class _Layout:
             for segment in self._segments:
                 self._fill_section(views, segment, start)
                 start += segment.nbytes
-        return list(whole.split([segment.nbytes for segment in self._segments]))
+        return list(whole.split([segment.nbytes for segment in self._segments])) if self._segments else []
 
     def _fill_section(self, views: Views, segment: Segment, start: int) -> None:
         sources: list[Tensor] = []
@@ -211,7 +215,7 @@ def _piece(number: int, offset: int, step: int, count: int, index: int, leaves: 
 
 def _allocate(nbytes: int, shared: bool) -> Tensor:
     """New memory; in a DataLoader's worker shared memory, which is not copied once more on its way."""
-    if not shared:
+    if not shared or not nbytes:
         return torch.empty(nbytes, dtype=torch.uint8)
     storage = torch.UntypedStorage._new_shared(nbytes, device="cpu")
     return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -5,6 +5,9 @@ batches are made beforehand, in ordinary memory, and passed on by the workers ag
 way between processes. Open descriptors are counted in the main process while it holds the batches that are on their
 way, as a pipeline does.
 
+With `full`, tensors that already are in shared memory, too: by size, as they are packed, and if all of them were copied
+(`packing.SHARED_BYTES` is chosen from these rows).
+
 `NEXT` is the row for what comes after: the main thread's time to send a packed batch on, beside TorchRec's in-place
 path (`ModelInput.to`) for the same batch.
 """
@@ -12,12 +15,15 @@ path (`ModelInput.to`) for the same batch.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.test_utils.model_input import ModelInput
 
+from torchrec_prealloc import packing
 from torchrec_prealloc.bench.machine import CPU
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.loader import pack
@@ -35,10 +42,11 @@ SUMMARY = "Batches a second through DataLoader workers, packed and not, and open
 
 HELD = 3
 """Batches that a pipeline holds at once."""
-ROUNDS, FULL_ROUNDS = 4, 15
+ROUNDS, FULL_ROUNDS = 3, 15
 SECONDS = 0.3
 """That each way runs in each round, at least."""
-MAX_BATCHES = 60
+MIN_BATCHES, MAX_BATCHES = 12, 60
+"""In one round. With fewer the batches that were made ahead would count."""
 
 COLUMNS = (
     Column("plain", "batches/s plain", digits=1),
@@ -55,6 +63,9 @@ PICTURE = ("ratio",)
 
 STRESS, MANY, LARGE, JAGGED = "600 × 16 floats + 2 KJTs", "100 × 400 KB", "5 × 20 MB", "one KJT of 64 MB"
 NEXT = "main thread, packed / TorchRec in place"
+SHARED, IF_COPIED = "in shared memory", "if copied"
+SHARED_SIZES = (16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20)
+SHARED_COUNT, SHARED_SETS = 8, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +75,8 @@ class Targets:
     stress: float = 20.0
     many: float = 1.2
     others: float = 0.95
+    shared: float = 0.85
+    """Nothing is copied, packed or not: the little that packing itself costs shows."""
     descriptors: float = 2.0
     main_thread: float = 0.25
 
@@ -76,11 +89,14 @@ class Targets:
                 if ratio > self.main_thread:
                     said.append(f"{row.name}: {ratio:.3f}, over {self.main_thread}")
                 continue
+            if row.name.endswith(IF_COPIED):
+                continue
             wanted = {STRESS: self.stress, MANY: self.many}.get(row.name.partition(", ")[0], self.others)
+            wanted = self.shared if SHARED in row.name else wanted
             if ratio < wanted:
                 said.append(f"{row.name}: {ratio:.2f} times as fast, not {wanted}")
             files = float(row.figures["packed_files"] or 0)
-            if files > self.descriptors:
+            if files > self.descriptors and SHARED not in row.name:
                 said.append(f"{row.name}: {files:.1f} descriptors a batch, over {self.descriptors}")
         return said
 
@@ -141,28 +157,70 @@ def _copied_and_packed(batch: Any) -> Any:
     return pack(_copied(batch))
 
 
+class _SharedSets(IterableDataset[Any]):
+    """Batches of tensors in shared memory without end, a few in turn."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __iter__(self) -> Iterator[Any]:
+        sets = [
+            [torch.ones(self._nbytes // 4).share_memory_() for _ in range(SHARED_COUNT)] for _ in range(SHARED_SETS)
+        ]
+        yield from itertools.cycle(sets)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _all_copied(batch: Any) -> Any:
+    packing.SHARED_BYTES = sys.maxsize  # in the worker, which does nothing else
+    return pack(batch)
+
+
 def run(full: bool = False) -> list[Row]:
     """One row for each batch and number of workers, and one for the main thread's time."""
     rounds = FULL_ROUNDS if full else ROUNDS
-    next_row = _next_row()
-    return [*(_row(name, make, workers, rounds) for workers in (1, 2) for name, make in BATCHES.items()), *next_row]
+    next_rows = _next_row()
+    rows = []
+    for workers in (1, 2):
+        name = f"{workers} worker{'s' * (workers > 1)}"
+        for batch, make in BATCHES.items():
+            collates = {"plain": _copied, "packed": _copied_and_packed}
+            rows.append(_row(f"{batch}, {name}", functools.partial(_Again, make), collates, workers, rounds))
+    return [*rows, *(_shared_rows(rounds) if full else ()), *next_rows]
 
 
-def _row(name: str, make: Callable[[], Any], workers: int, rounds: int) -> Row:
+def _shared_rows(rounds: int) -> Iterator[Row]:
+    for nbytes in SHARED_SIZES:
+        for suffix, collate in (("", pack), (f", {IF_COPIED}", _all_copied)):
+            name = f"{SHARED_COUNT} × {nbytes >> 10} KB {SHARED}, 1 worker{suffix}"
+            collates = {"plain": _as_it_is, "packed": collate}
+            yield _row(name, functools.partial(_SharedSets, nbytes), collates, 1, rounds)
+
+
+def _row(
+    name: str,
+    dataset: Callable[[], IterableDataset[Any]],
+    collates: Mapping[str, Callable[[Any], Any]],
+    workers: int,
+    rounds: int,
+) -> Row:
     ways = {
-        key: iter(DataLoader(_Again(make), batch_size=None, collate_fn=collate, num_workers=workers))
-        for key, collate in (("plain", _copied), ("packed", _copied_and_packed))
+        key: iter(DataLoader(dataset(), batch_size=None, collate_fn=collate, num_workers=workers))
+        for key, collate in collates.items()
     }
     speeds: dict[str, list[float]] = {key: [] for key in ways}
     files: dict[str, float] = {}
     for key, loader in ways.items():
         files[key] = _descriptors(loader)
-    for _ in range(rounds):
-        for key, loader in ways.items():
-            speeds[key].append(_speed(loader, 2 * workers + 1))
+    for number in range(rounds):
+        for key in sorted(ways, reverse=number % 2 == 0):  # each is the first in every other round
+            speeds[key].append(_speed(ways[key], 2 * workers + 1))
     ratios = [packed / plain for packed, plain in zip(speeds["packed"], speeds["plain"], strict=True)]
     return Row(
-        f"{name}, {workers} worker{'s' * (workers > 1)}",
+        name,
         {
             **{key: statistics.median(values) for key, values in speeds.items()},
             **{f"{key}_files": count for key, count in files.items()},
@@ -179,7 +237,9 @@ def _speed(loader: Iterator[Any], ahead: int) -> float:
     for _ in range(ahead):  # made while the other way ran
         next(loader)
     start, count = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - start) < SECONDS and count < MAX_BATCHES:
+    while (seconds := time.perf_counter() - start) < SECONDS or count < MIN_BATCHES:
+        if count == MAX_BATCHES:
+            break
         next(loader)
         count += 1
     return count / seconds
