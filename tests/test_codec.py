@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
@@ -239,6 +240,16 @@ def test_an_env_leaves_its_process_group(travel: Callable[..., Any]) -> None:
     assert one[0] is two[0]
     assert (one[0].world_size, one[0].rank, one[0].process_group) == (1, 0, None)
     assert env.process_group is dist.group.WORLD
+
+
+@BOTH
+@pytest.mark.usefixtures("one_rank")
+def test_a_device_mesh(travel: Callable[..., Any]) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    one, two = travel({"in": mesh}, {"out": [mesh]})
+    assert one["in"] is two["out"][0]
+    assert one["in"] == mesh
+    assert one["in"].mesh_dim_names == ("dp",)
 
 
 @BOTH
