@@ -174,6 +174,15 @@ def test_a_part_of_the_time_shows_its_largest_value(times: list[int], values: li
         assert largest == max(curve.after(entry) for entry in range(begins[part] - 1, max(end, begins[part])))
 
 
+def test_a_clock_that_was_set_back_changes_no_order(tmp_path: Path) -> None:
+    written = random_history(1)
+    for entry in written.trace[60:]:
+        entry["time_us"] -= 40_000
+    times = timeline_of(written, tmp_path).times
+    assert (times[1:] >= times[:-1]).all()
+    assert times[-1] - times[0] == 79_000
+
+
 @pytest.mark.parametrize("history", [True, False])
 def test_times_are_seconds_where_there_are_any(tmp_path: Path, history: bool) -> None:
     timeline = timeline_of(random_history(1), tmp_path, history=history)

@@ -128,7 +128,10 @@ def _write_out(found: Headroom, folder: Path | None) -> dict[str, Any]:
     from torchrec_prealloc.headroom import report
 
     if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CommandError(f"{folder} cannot be made: {error.strerror}") from None
         _draw(found, folder / f"{found.name.replace(', device ', '-device')}.png")
     return report.as_json(found)
 

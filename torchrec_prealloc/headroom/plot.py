@@ -123,7 +123,7 @@ def _draw_curves(panel: Any, found: Headroom, colours: dict[int, Shades]) -> Non
             ha="right", fontsize=8, color=_INK,
             bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.75},
         )  # fmt: skip
-    panel.set_ylim(0, top * 1.12)
+    panel.set_ylim(0, top * 1.12 or 1)
     panel.set_ylabel(name, fontsize=9, color=_INK)
     panel.set_title(
         "Each stream: allocated (dark), freed but waiting for other streams, reserved (light)",

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
+
 from torchrec_prealloc.headroom.cause import UNKNOWN, Cause, Frame, cause_of
 from torchrec_prealloc.headroom.opcodes import Open, PlainPickle, Readable, SnapshotError
 
@@ -32,13 +34,14 @@ ACTIONS = (
 )
 """What an entry of the history says, by its number in `Trace.action`."""
 ALLOC, FREE_REQUESTED, FREE_COMPLETED, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP = range(7)
-FREE, OTHER = 9, 10
+SNAPSHOT, FREE, OTHER = 7, 9, 10
 ALLOCATED, PENDING, INACTIVE = range(3)
 """A block's state: a tensor has it; it was freed, but streams of `record_stream` may still use it; free."""
 
 _GZIP, _ZIP, _PROTOCOL = b"\x1f\x8b", b"PK\x03\x04", b"\x80"
 """First bytes of files; the last of a pickle that is not of the oldest protocols."""
 _ENOUGH = 100
+_MOST_BYTES, _MOST_DEVICES = 1 << 44, 1 << 10
 _ACTION = {name: number for number, name in enumerate(ACTIONS)}
 
 
@@ -210,10 +213,13 @@ def _read(file: Readable, path: Path, is_pickle: bool) -> Snapshot:
     segments, traces, settings = (whole.get(key) for key in ("segments", "device_traces", "allocator_settings"))
     if type(segments) not in (list, Open) or type(traces) not in (list, Open, type(None)):
         raise SnapshotError("is a pickle, but no memory snapshot: it has no 'segments'")
+    histories = [trace if type(trace) is Trace else Trace() for trace in _items(traces)]
+    for trace in histories:
+        _check(trace)
     return Snapshot(
         name=path.name.removesuffix(".gz").rsplit(".", 1)[0],
         segments=[segment for segment in _items(segments) if type(segment) is Segment],
-        traces=[trace if type(trace) is Trace else Trace() for trace in _items(traces)],
+        traces=histories,
         streams=kept.streams.values,
         causes=kept.causes.values,
         stacks=kept.stacks,
@@ -306,11 +312,11 @@ class _Kept:
 
     def _block(self, items: dict[str, Any]) -> object:
         state = {"active_allocated": ALLOCATED, "inactive": INACTIVE}.get(items["state"], PENDING)
-        size = _number(items["size"])
+        size = _number(items["size"], end=_MOST_BYTES)
         self._blocks += Block(
             address=_number(items.get("address", 0)),
             size=size,
-            requested=_number(items.get("requested_size", size)),
+            requested=_number(items.get("requested_size", size), end=_MOST_BYTES),
             state=state,
             cause=self._cause(items.get("frames")),
         )
@@ -319,10 +325,10 @@ class _Kept:
     def _segment(self, items: dict[str, Any]) -> Segment:
         blocks = items["blocks"]
         return Segment(
-            device=_number(items.get("device", 0)),
-            stream=self.streams.number(_number(items.get("stream", 0))),
+            device=_number(items.get("device", 0), end=_MOST_DEVICES),
+            stream=self.streams.number(_number(items.get("stream", 0), least=-(1 << 63))),
             address=_number(items.get("address", 0)),
-            size=_number(items["total_size"]),
+            size=_number(items["total_size"], end=_MOST_BYTES),
             cause=self._cause(items.get("frames")),
             blocks=blocks if type(blocks) is Blocks else Blocks(),
         )
@@ -334,7 +340,18 @@ class _Kept:
         return self.causes.number(frames)
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        raise SnapshotError(f"is no snapshot: {str(value)[:40]!r} where a number stands")
+def _number(value: Any, least: int = 0, end: int = 1 << 63) -> int:
+    if type(value) is not int or not least <= value < end:
+        raise SnapshotError(f"is no snapshot: {str(value)[:40]!r} where a number from {least} to {end - 1} stands")
     return value
+
+
+def _check(trace: Trace) -> None:
+    """Sizes and times that no device has would leave the range of the sums."""
+    for what, column, end in (("size", trace.size, _MOST_BYTES), ("time", trace.time, 1 << 62)):
+        numbers = np.frombuffer(column, np.int64)
+        action = np.frombuffer(trace.action, np.uint8)
+        counts = (action < SNAPSHOT) | (action == FREE)  # a failed allocation may have wanted anything
+        wrong = numbers[counts & ((numbers < 0) | (numbers >= end))]
+        if len(wrong):
+            raise SnapshotError(f"is no snapshot: a {what} of {int(wrong[0]):,} in its history")

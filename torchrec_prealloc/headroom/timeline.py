@@ -130,6 +130,8 @@ def _timeline(snapshot: Snapshot, device: int) -> Timeline:
     streams.sort(key=lambda curves: -curves.reserved.peak)
     every = [curve for s in streams for curve in (s.reserved, s.allocated, s.active)]
     times = history.time
+    if np.any(times[1:] < times[:-1]):  # a clock that was set back; the order is the history's
+        times = np.maximum.accumulate(times)
     timed = len(times) > 1 and bool(times[-1] > times[0])
     return Timeline(
         device=device,
