@@ -173,7 +173,7 @@ def test_out_has_the_figures_and_a_picture_of_each_rank(tmp_path: Path, monkeypa
     out = tmp_path / "new" / "out"
     assert run(tmp_path / "ranks", "--out", out, "--plot", tmp_path / "worst.png") == 0
     written = json.loads((out / "headroom.json").read_text())
-    assert [one["name"] for one in written] == ["rank0", "rank1"]
+    assert [(one["name"], one["picture"]) for one in written] == [("rank0", "rank0.png"), ("rank1", "rank1.png")]
     assert written[0]["peak_reserved"] == 12 << 20
     assert written[0]["estimate"]["gives_back"] == 4 << 20
     assert written[0]["streams"][1]["peak_allocated_by_kind"] == {"TorchRec's copy": 1 << 20}
@@ -209,3 +209,12 @@ def test_a_picture_is_drawn_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run(copies().dump(tmp_path / "s.pickle"), "--plot", tmp_path / "s.png") == 0
     assert f"Written: {tmp_path / 's.png'}" in capsys.readouterr().out
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = copies().dump(tmp_path / "s.pickle")
+    assert run(path, "--plot", tmp_path) == 1
+    assert f"{tmp_path} cannot be written: Is a directory" in capsys.readouterr().err
+    assert run(path, "--out", path) == 1
+    assert f"{path} cannot be made: File exists" in capsys.readouterr().err

@@ -56,10 +56,11 @@ def run(args: argparse.Namespace) -> None:
         print(f"Nothing was run again: {remark}")
     if args.plot is not None:
         _draw(max(found, key=lambda one: one.estimate.now), args.plot)
+        print(f"Written: {args.plot}")
     if args.out is not None:
         path = args.out / "headroom.json"
         path.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-        print(f"Written: {path}")
+        print(f"Written: {path}, and beside it {', '.join(one['picture'] for one in written)}")
 
 
 def _replay() -> tuple[Replay | None, str]:
@@ -125,15 +126,18 @@ def _by_number(path: Path) -> list[tuple[int, str]]:
 
 
 def _write_out(found: Headroom, folder: Path | None) -> dict[str, Any]:
+    """All figures; with a folder also the picture there."""
     from torchrec_prealloc.headroom import report
 
+    figures = report.as_json(found)
     if folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CommandError(f"{folder} cannot be made: {error.strerror}") from None
-        _draw(found, folder / f"{found.name.replace(', device ', '-device')}.png")
-    return report.as_json(found)
+        figures["picture"] = f"{found.name.replace(', device ', '-device')}.png"
+        _draw(found, folder / figures["picture"])
+    return figures
 
 
 def _draw(found: Headroom, path: Path) -> None:
@@ -146,4 +150,3 @@ def _draw(found: Headroom, path: Path) -> None:
         raise CommandError(str(error)) from None
     except OSError as error:
         raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
-    print(f"Written: {path}")
