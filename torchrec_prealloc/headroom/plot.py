@@ -67,7 +67,7 @@ def write_plot(found: Headroom, path: Path) -> None:
             panel.spines[side].set_visible(False)
     figure.suptitle(_title(found), color=_INK, fontsize=12, fontweight="bold", x=0.01, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format="png")
 
 
 def _title(found: Headroom) -> str:
