@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from torchrec_prealloc.headroom.opcodes import WINDOW
-from torchrec_prealloc.headroom.snapshot import ACTIONS, read_snapshot
+from torchrec_prealloc.headroom.reading import read_snapshot
+from torchrec_prealloc.headroom.snapshot import ACTIONS
 
 from . import peak
 from .large import write_large

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchrec_prealloc.headroom.cause import Kind
+from torchrec_prealloc.headroom.reading import read_snapshot
 from torchrec_prealloc.headroom.report import buckets
-from torchrec_prealloc.headroom.snapshot import read_snapshot
 from torchrec_prealloc.headroom.timeline import Curve, Timeline, timelines
 
 from .written import COPY, INPUT_DIST, OTHER, SLOT, SLOTS, Written, random_history

@@ -9,7 +9,8 @@ from pathlib import Path
 from torchrec_prealloc.errors import CommandError
 from torchrec_prealloc.headroom.cause import Kind
 from torchrec_prealloc.headroom.estimate import Estimate, Replay, estimate
-from torchrec_prealloc.headroom.snapshot import ACTIONS, Snapshot, read_snapshot
+from torchrec_prealloc.headroom.reading import read_snapshot
+from torchrec_prealloc.headroom.snapshot import ACTIONS, Snapshot
 from torchrec_prealloc.headroom.timeline import StreamCurves, Timeline, timelines
 
 _BATCHES = frozenset({Kind.COPY, Kind.INPUT_DIST, Kind.LOOKUP, Kind.OURS, Kind.UNKNOWN})

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from torchrec_prealloc.headroom.cause import UNKNOWN, Kind
 from torchrec_prealloc.headroom.opcodes import HostileError, SnapshotError
-from torchrec_prealloc.headroom.snapshot import ACTIONS, ALLOCATED, INACTIVE, PENDING, Snapshot, read_snapshot
+from torchrec_prealloc.headroom.reading import read_snapshot
+from torchrec_prealloc.headroom.snapshot import ACTIONS, ALLOCATED, INACTIVE, PENDING, Snapshot
 
 from .written import COPY, SLOT, SLOTS, Written, random_history
 
