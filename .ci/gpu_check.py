@@ -236,7 +236,7 @@ def run_part(part: Part, work: Path, seconds: float, gpu: bool) -> tuple[Outcome
         return Outcome(part.name, "failed", on, took, f"exit code {code}: {_last_line(work / 'log.txt')}"), ()
     pictures = tuple(path for path in reading.pictures if path.exists())
     if code or reading.failed:
-        said = reading.failed or reading.said or _last_line(work / "log.txt")
+        said = reading.failed or f"exit code {code}: {reading.said}"
         return Outcome(part.name, "failed", reading.on, took, said, reading.figures), pictures
     result = "skipped" if reading.said.startswith("skipped by name") else "passed"
     return Outcome(part.name, result, reading.on, took, reading.said, reading.figures), pictures

@@ -75,6 +75,7 @@ def test_what_fails_is_a_row_and_the_others_still_run(run: Any, tmp_path: Path) 
         "fails": "failed", "crashes": "failed", "leaves-nothing": "failed", "says-so": "failed",
         "skips": "skipped", "runs": "passed",
     }  # fmt: skip
+    assert results["fails"]["said"] == "exit code 3: fine"
     assert results["leaves-nothing"]["said"] == "exit code 0: odd"
     assert results["says-so"]["said"] == "nothing was measured"
     assert results["runs"]["figures"] == {"x": 1}

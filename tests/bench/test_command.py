@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from torchrec_prealloc.bench import command, plot
 from torchrec_prealloc.bench.table import Column, Row
@@ -43,6 +44,18 @@ def test_the_table_is_printed_and_written(fake: list[bool], tmp_path: Path, caps
 
 
 @pytest.mark.usefixtures("fake")
+def test_a_benchmark_of_one_thread_leaves_the_next_one_its_threads(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads + 1)
+        sys.modules["fake.path"].run = lambda full: [torch.set_num_threads(1), Row("a", {"x": 1})][1:]  # type: ignore[attr-defined]
+        command.run(SimpleNamespace(names=[], check=False, full=False, out=None))  # type: ignore[arg-type]
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("fake")
 def test_what_is_better_is_drawn_and_ours_stands_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(plot, "write_plot", lambda table, path, title, highlight, note: drawn.extend((table, note)))
@@ -72,9 +85,7 @@ def test_what_cannot_be_drawn_is_said_and_the_table_is_there(
 def test_each_row_says_what_it_is_compared_with_and_where_it_was_measured(name: str) -> None:
     module = importlib.import_module(command.BENCHMARKS[name])
     keys = {column.key for column in module.COLUMNS}
-    assert "on" in keys
-    # Where the rows are ways of doing one thing, beside each other.
-    assert "baseline" in keys or name in ("modes", "threshold")
+    assert {"baseline", "on"} <= keys
     assert set(getattr(module, "PICTURE", ())) <= keys
 
 

@@ -60,14 +60,16 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _run_one(name: str, full: bool, out: Path | None) -> list[str]:
+    import torch
     from tqdm import tqdm
 
     from torchrec_prealloc.bench.machine import describe_machine
     from torchrec_prealloc.bench.table import Table
 
     module: Any = importlib.import_module(BENCHMARKS[name])
-    started = time.monotonic()
+    started, threads = time.monotonic(), torch.get_num_threads()
     rows = tuple(tqdm(module.run(full), desc=name, unit="row", leave=False))
+    torch.set_num_threads(threads)  # some compare the time of one thread; the next one has those that there were
     table, machine = Table(name, module.COLUMNS, rows), describe_machine()
     print(f"\n{name}: {module.SUMMARY}\n\n{table.text()}\n")
     print(f"Machine: {machine.line()}; {time.monotonic() - started:.0f} s\n")

@@ -17,14 +17,17 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 
-from torchrec_prealloc.bench.table import Row
+from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.estimation.estimate import run_way, simulated_device
-from torchrec_prealloc.estimation.footprint import COLUMNS, MIB, Footprint, footprint
+from torchrec_prealloc.estimation.footprint import COLUMNS as FIGURES
+from torchrec_prealloc.estimation.footprint import MIB, Footprint, footprint
 from torchrec_prealloc.estimation.stand_in import stand_in
 from torchrec_prealloc.one_batch import to_device
 from torchrec_prealloc.ways import BLOCKING, NON_BLOCKING, OURS, PREALLOCATED, three_ways
 
 SUMMARY = "peak memory of the three ways to copy: one tensor, and two pipelines"
+
+COLUMNS = (*FIGURES, Column("baseline", "baseline"))
 
 BATCH_MIB = 32
 """Of the largest batch."""
@@ -69,12 +72,17 @@ def run(full: bool = False) -> Iterator[Row]:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else simulated_device()
     steps = 100 if full else 30
     for way in _COPIES:
-        yield _one_tensor(way, device).row(f"{ONE_TENSOR}: {way}", SIDE * SIDE * 4)
+        yield _row(_one_tensor(way, device), f"{ONE_TENSOR}: {way}", SIDE * SIDE * 4)
     for target in OURS.values():
         pipeline = target.rpartition(".")[2].removeprefix("Prealloc")
         for how in three_ways({"_target_": target}):
             found = run_way(how, stand_in, _batches(steps), device, steps, strict=how.name == PREALLOCATED)
-            yield found.row(f"{pipeline}: {how.name}", BATCH_MIB * MIB)
+            yield _row(found, f"{pipeline}: {how.name}", BATCH_MIB * MIB)
+
+
+def _row(found: Footprint, name: str, batch_bytes: int) -> Row:
+    row = found.row(name, batch_bytes)
+    return Row(row.name, {**row.figures, "baseline": BLOCKING})
 
 
 def _batches(steps: int) -> Iterator[Batch]:

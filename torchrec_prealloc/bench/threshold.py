@@ -37,6 +37,7 @@ COLUMNS = (
     Column("gather", "gathered, µs a tensor", digits=1, better="low"),
     Column("alone", "by itself, µs a tensor", digits=1, better="low"),
     Column("ratio", "gathered / by itself", digits=2),
+    Column("baseline", "baseline"),
     Column("on", "measured on"),
 )
 
@@ -72,6 +73,7 @@ def run(full: bool = False) -> Iterator[Row]:
                 "gather": gather * 1e6,
                 "alone": alone * 1e6,
                 "ratio": gather / alone,
+                "baseline": "by itself",
                 "on": "GPU" if device.type == "cuda" else "CPU",
             },
         )
