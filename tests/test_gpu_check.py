@@ -14,6 +14,7 @@ import tarfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -245,6 +246,25 @@ def test_the_snapshots_are_as_headroom_reads_them(
         assert read.has_history
         assert figures["peak_reserved"] > 0
     assert gpu_check._read_snapshots(tmp_path, gpu=False).on == "simulator"
+
+
+def test_torch_takes_the_calls_that_only_a_gpu_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their signatures: nothing can be called without a GPU."""
+    gpu = script("gpu_snapshots").Gpu()
+    names = ("synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "max_memory_reserved")
+    calls = {name: create_autospec(getattr(torch.cuda, name), return_value=1) for name in names}
+    private = ("_record_memory_history", "_dump_snapshot")
+    memory = {name: create_autospec(getattr(torch.cuda.memory, name)) for name in private}
+    for module, specs in ((torch.cuda, calls), (torch.cuda.memory, memory)):
+        for name, spec in specs.items():
+            monkeypatch.setattr(module, name, spec)
+    gpu.start()
+    gpu.dump(tmp_path / "a.pickle")
+    assert gpu.peaks() == (1, 1)
+    started, stopped = memory["_record_memory_history"].call_args_list
+    assert started.kwargs["stacks"] == "python"
+    assert stopped.kwargs == {"enabled": None}
+    assert memory["_dump_snapshot"].call_args.args == (str(tmp_path / "a.pickle"),)
 
 
 def test_make_asks_where_the_results_go() -> None:
