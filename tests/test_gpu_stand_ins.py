@@ -64,6 +64,7 @@ def test_the_simulator_and_the_cpu_have_fbgemms_kernels() -> None:
 
 @pytest.mark.usefixtures("simulated_accelerator")
 def test_without_fbgemm_a_model_is_unsharded_and_the_stand_ins_are_called() -> None:
-    environment = {**os.environ, PRETEND: "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, PRETEND: "1", "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", WITHOUT_FBGEMM], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
