@@ -106,15 +106,19 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         """The batch's tensors, in the order of their indices, as views of (other) sections."""
         table = read_table(self.table)
         views: list[Tensor] = []
-        memories = [(Views(section), int(section.storage_offset())) for section in sections]
-        for piece in table.pieces:
-            memory, start = memories[piece.section]
-            if piece.number == 1:
-                views.append(memory.at(start + piece.offset, piece.form))
-            elif piece.is_one_row:
-                views.extend(_split(memory, start + piece.offset, piece))
-            else:
-                views.extend(memory.run(start + piece.offset, piece.step, piece.number, piece.form))
+        with torch._C._AutoDispatchBelowADInplaceOrView():  # as in `Views`, of which this is the short way
+            memories = [_Typed(section) for section in sections]
+            for section, offset, step, number, (dtype, shape, strides), is_one_row in table.pieces:
+                memory, start = memories[section].at(dtype, offset)
+                if number == 1:
+                    views.append(memory.as_strided(shape, strides, start))
+                elif is_one_row:  # a fifth faster than rows
+                    (size,) = shape
+                    flat = memory.as_strided((number * size,), strides, start)
+                    views.extend(flat.split_with_sizes([size] * number))
+                else:
+                    rows = (step // dtype.itemsize, *strides)
+                    views.extend(memory.as_strided((number, *shape), rows, start).unbind(0))
         views.extend(apart)
         ordered: Sequence[Tensor] = table.in_order(views)
         return ordered
@@ -146,12 +150,20 @@ class PackedBatch(Pipelineable):  # TorchRec's pipelines take nothing else
         return f"PackedBatch({len(self.dtypes)} tensors, {len(self)} bytes in {len(self.sections)} sections)"
 
 
-def _split(memory: Views, offset: int, piece: Piece) -> Sequence[Tensor]:
-    """`Views.run` for tensors of one dimension without gaps between them, a fifth faster."""
-    dtype, (size,), strides = piece.form
-    flat = memory.at(offset, (dtype, torch.Size((piece.number * size,)), strides))
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return flat.split_with_sizes([size] * piece.number)
+class _Typed:
+    """A section as tensors of several dtypes."""
+
+    def __init__(self, section: Tensor) -> None:
+        self._section = section
+        self._start = int(section.storage_offset())
+        self._typed: dict[torch.dtype, Tensor] = {}
+
+    def at(self, dtype: torch.dtype, offset: int) -> tuple[Tensor, int]:
+        """The section as a tensor of a dtype, and where in its storage, in elements, a byte of the section is."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self._section.view(dtype)
+        return typed, (self._start + offset) // dtype.itemsize
 
 
 def _is_lazy(tensor: Tensor) -> bool:

@@ -190,8 +190,9 @@ class Shipment:
             return arrived
         arena = Arena(base, self._staging)
         arena.takes_long = self._streams and is_large
+        arena.sources, arena.targets, arena.nbytes = [tensor], [arena.places.at(0, form)], _size(nbytes)
         self.arenas.append(arena)
-        return arena.add(tensor, form)
+        return arena.targets[0] if arena.block is None else arena.views.at(0, form)
 
     def _load_tensors(self, tensors: list[Tensor], structure: Structure, isolated: bool) -> list[Tensor]:
         moved: dict[int, Tensor] = {}
