@@ -2,8 +2,9 @@
 
     .venv/bin/python .ci/test_versions.py [--fast] [VERSION ...]
 
-Each version lies in a directory of its own under .venv, without what it requires: it runs with the torch and FBGEMM of
-.venv. What a version lacks, or cannot do with that torch, is a skipped test, whose reason stands under the table.
+Each version lies in a directory of its own under .venv, with that of what it requires which .venv does not have; it
+runs with the torch and FBGEMM of .venv. What a version lacks, or cannot do with that torch, is a skipped test, whose
+reason stands under the table.
 """
 
 import argparse
@@ -29,6 +30,8 @@ FAST = ("1.2.0", "1.9.2")
 NAMES = ("every_pipeline", "switches", "pipelines", "faults", "uses", "config", "distributed")
 TESTS = tuple(f"tests/test_{name}.py" for name in NAMES)
 FAST_TESTS = TESTS[:1]
+WITH = ("iopath", "portalocker")
+"""What `torchrec.datasets` of a version before 1.8 imports."""
 AT_MOST = 900
 """Seconds that the tests of one version may take: a pipeline that waits for ever is a failure."""
 
@@ -61,7 +64,7 @@ def install(version: str) -> Path:
         shutil.rmtree(part, ignore_errors=True)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install"]
         done = subprocess.run(
-            [*pip, "--no-deps", "--target", str(part), f"torchrec=={version}"],
+            [*pip, "--no-deps", "--target", str(part), f"torchrec=={version}", *WITH],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
