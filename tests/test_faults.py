@@ -7,9 +7,12 @@ import gc
 import inspect
 import itertools
 import os
+import re
 import statistics
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -198,6 +201,61 @@ def test_a_forward_that_raises_and_is_tried_again(name: str, error: type[BaseExc
         return seen
 
     assert (error, "once") in both(kind, device, run)
+
+
+class Interrupting:
+    """Ctrl-C when a function of ours is called, the `number`th time; from 0 on, it only counts."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.calls = number, 0
+
+    def __enter__(self) -> Interrupting:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        sys.setprofile(None)
+
+    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        code = frame.f_code
+        # What a callback of a weak reference raises, Python only prints.
+        if event == "call" and OURS.match(code.co_filename) and code.co_name != "<lambda>":
+            self.calls += 1
+            if self.calls == self.number:
+                raise KeyboardInterrupt
+
+
+OURS = re.compile(r".*/torchrec_prealloc/\w+\.py$")
+AT = 40
+"""Places at which a run is interrupted, one a run."""
+
+
+@pytest.mark.parametrize("name", ["base", "sparse_dist", "semi_sync", "threaded"])
+def test_ctrl_c_anywhere_in_what_progress_calls_of_ours(name: str, simulated_accelerator: torch.device) -> None:
+    device, kind = simulated_accelerator, kind_on(name, simulated_accelerator)
+
+    def run(number: int) -> int:
+        pipeline = kind.build(kind.ours(), device)
+        with kind.names(device), Interrupting(number) as interrupting, contextlib.suppress(KeyboardInterrupt):
+            iterator = iter(kind.batches(5, device))
+            for _ in range(3):
+                pipeline.progress(iterator)
+        with kind.names(device):
+            pipeline.reset()
+            losses = list(trace(pipeline, iter(kind.batches(3, device, seed=2)), 4))
+        assert [type(entry) for entry in losses] == [float] * 3 + [tuple], (number, losses)
+        return interrupting.calls
+
+    with checked(device) as reports:
+        run(0)  # what is learned of a class at its first batch is called only then
+        calls = run(0)
+        before = left(device)
+        for place in range(AT):
+            number = 1 + place * calls // AT
+            assert run(number) in (number, calls)
+        after = left(device)
+    assert not reports.reports
+    assert after == before
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -48,15 +48,19 @@ class _Call:
     owner: Any
 
     def __init__(self, pipeline: PreallocPipeline) -> None:
-        same = next((call for call in reversed(_active.stack) if call.pipeline is pipeline), None)
+        same = [call for call in _active.stack if call.pipeline is pipeline]
         self.pipeline = pipeline
-        self.owner = same.owner if same is not None else pipeline._owner_stream()
+        self.owner = same[-1].owner if same else pipeline._owner_stream()
 
-    def __enter__(self) -> None:
-        _active.stack.append(self)
-
-    def __exit__(self, *exc: object) -> None:
-        _active.stack.pop()
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `method` as a part of this one."""
+        stack = _active.stack
+        depth = len(stack)
+        try:  # not `with`: Ctrl-C can come before an `__exit__` has done anything
+            stack.append(self)
+            return method(*args, **kwargs)
+        finally:
+            del stack[depth:]
 
 
 class _Active(threading.local):
@@ -143,10 +147,7 @@ class _Executor(ThreadPoolExecutor):
 
 
 def _as_part_of(call: _Call | None, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if call is None:
-        return fn(*args, **kwargs)
-    with call:
-        return fn(*args, **kwargs)
+    return call.run(fn, *args, **kwargs) if call is not None else fn(*args, **kwargs)
 
 
 class _LoadingThread(DataLoadingThread):
@@ -208,8 +209,7 @@ class _Traveller:
         if thread is None or thread._prealloc_stopped:
             return None
         try:
-            with self._call:
-                return _to_device(self._batch, device, non_blocking)
+            return self._call.run(_to_device, self._batch, device, non_blocking)
         except BaseException as error:
             # In TorchRec's thread it would end the thread, and leave the consumer waiting.
             thread._prealloc_error = error
@@ -223,8 +223,7 @@ class _Traveller:
 def _in_call(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: PreallocPipeline, *args: Any, **kwargs: Any) -> Any:
-        with _Call(self):
-            return method(self, *args, **kwargs)
+        return _Call(self).run(method, self, *args, **kwargs)
 
     return call
 
@@ -295,8 +294,8 @@ class PreallocPipeline:
         return any(getattr(self, switch, False) for switch in switches)
 
     def progress(self, dataloader_iter: Any, *args: Any, **kwargs: Any) -> Any:
-        with _Call(self):
-            return super().progress(dataloader_iter, *args, **kwargs)  # type: ignore[misc]
+        theirs: Any = super()
+        return _Call(self).run(theirs.progress, dataloader_iter, *args, **kwargs)
 
     def reset(self) -> None:
         """TorchRec's reset (1.2's base pipeline has none); batches in flight go after their copies and readers."""

@@ -176,12 +176,16 @@ class TransferEngine:
             try:
                 transfer.batch = shipment.load(batch)
                 self._send(shipment, transfer)
+                self._keep(transfer, shipment)
             except BaseException as error:
                 if hasattr(error, "add_note"):  # Python 3.11 on
                     error.add_note(f"in a batch of class {type(batch).__name__}, after {self._stats.batches} others")
-                for copied in transfer._events_queued():
-                    self._order.owner_after_copy(owner, copied)
+                self._take_back(transfer)
                 raise
+        return transfer
+
+    def _keep(self, transfer: Transfer, shipment: Shipment) -> None:
+        """Know a transfer by its batch until its memory is safe without."""
         transfer._owned, transfer._isolated, transfer._foreign = shipment.owned, shipment.isolated, shipment.foreign
         self._stats.batches += 1
         self._stats.allocations += shipment.allocations
@@ -190,7 +194,12 @@ class TransferEngine:
             if earlier is not None:
                 self._settle(earlier)
             self._pending[id(transfer.batch)] = transfer
-        return transfer
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """After an error: wait on the host for what is queued. An interrupted call has not recorded all of it."""
+        transfer._events_queued()
+        if self.has_streams:
+            self._order.host_after_copy(self._record(self.side))
 
     def _send(self, shipment: Shipment, transfer: Transfer) -> None:
         """Gather and queue what a shipment lists, and record the event that says it has arrived."""
