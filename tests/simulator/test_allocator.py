@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class Change:
 
 @pytest.fixture(autouse=True)
 def nothing_cached(device: torch.device) -> None:
+    gc.collect()  # what other tests have dropped in cycles
     simulator.empty_cache()
 
 
