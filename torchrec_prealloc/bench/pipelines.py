@@ -79,7 +79,10 @@ def _current() -> dict[str, Any]:
     return {"emb_lookup_stream": "current"}
 
 
-_CUDA = "names torch.cuda"
+def _at_a_site() -> dict[str, Any]:
+    return {"site_fqn": "model.over_arch"}
+
+
 _TWO = "needs two ranks"
 KINDS: Mapping[str, Kind] = {
     "TrainPipelineBase": Kind(),
@@ -93,14 +96,14 @@ KINDS: Mapping[str, Kind] = {
     "TrainEvalHybridPipelineBase": Kind(),
     "EvalPipelineSparseDist": Kind(trains=False),
     "EvalPipelineFusedSparseDist": Kind(_current, trains=False, on_cpu=False),
+    "TrainPipelineSparseDistEmbStash": Kind(_at_a_site, on_cpu=False),
+    "TrainPipelinePrefetchEMS": Kind(_at_a_site, on_cpu=False),
+    "TrainPipelinePEC": Kind(on_cpu=False),
     "TrainPipelineSparseDistCompAutograd": Kind(on_cpu=False),
     "EvalPipelineCPUSparse": Kind(not_run="needs its own batches"),
     "StagedTrainPipeline": Kind(not_run="has no model"),
     "TrainPipelineSparseDistBwdOpt": Kind(not_run=_TWO),
     "TrainPipelineSparseDistOptStash": Kind(not_run=_TWO),
-    "TrainPipelineSparseDistEmbStash": Kind(not_run=_CUDA),
-    "TrainPipelinePrefetchEMS": Kind(not_run=_CUDA),
-    "TrainPipelinePEC": Kind(not_run=_CUDA),
 }
 """Of `versions.PIPELINES`."""
 
@@ -141,7 +144,8 @@ def run(full: bool = False) -> Iterator[Row]:
                 if gpu or kind.on_cpu:
                     yield _speed(name, kind, theirs, ours, speed_device, scale)
                 yield _memory(name, kind, theirs, ours, memory_device, scale)
-            except (RuntimeError, AttributeError) as error:  # TorchRec's class, with this torch or on this device
+            # TorchRec's class, with this torch or on this device
+            except (RuntimeError, AttributeError, AssertionError) as error:
                 reason = str(error).strip().partition("\n")[0][:60]
                 yield Row(name, {"baseline": THEIRS, "on": f"not run: {reason}"})
 

@@ -16,6 +16,7 @@ from torchrec_prealloc import simulator
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.bench.table import Table
 from torchrec_prealloc.errors import CommandError
+from torchrec_prealloc.estimation.cuda_names import cuda_means
 from torchrec_prealloc.estimation.footprint import COLUMNS, MIB, Footprint, footprint, one_rank
 from torchrec_prealloc.estimation.stand_in import stand_in
 from torchrec_prealloc.ways import Way, ways_of
@@ -142,7 +143,8 @@ def run_way(
     def pipeline() -> Any:
         return way.build(*model(device), device)
 
-    with torch.compiler.set_stance("force_eager"):  # no compiler knows the simulated device
+    # No compiler knows the simulated device, and some of TorchRec's classes name CUDA's streams.
+    with torch.compiler.set_stance("force_eager"), cuda_means(device):
         if not count_model:
             pipeline()
         found = footprint(lambda: pipeline().progress(fed), device, steps, ahead, strict)
