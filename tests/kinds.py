@@ -14,20 +14,11 @@ from recsys import Model, data_parallel, make_batches, replicated, sharded, unsh
 from torch import Tensor, nn
 
 from torchrec_prealloc import versions
+from torchrec_prealloc.estimation.cuda_names import cuda_means
 from torchrec_prealloc.pipelines import prealloc_pipeline
 
 CPU = torch.device("cpu")
 ACCUMULATION = "torchrec.distributed.train_pipeline.gradient_accumulation"
-CUDA_NAMES = (
-    "Stream",
-    "Event",
-    "stream",
-    "current_stream",
-    "default_stream",
-    "set_device",
-    "current_device",
-    "synchronize",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +82,7 @@ class Kind:
     @contextlib.contextmanager
     def names(self, device: torch.device) -> Iterator[None]:
         """CUDA's names mean the simulator's, for classes that have no others; what else a class wants to be set."""
-        with pytest.MonkeyPatch.context() as patch:
-            if self.names_cuda and device.type == "mtia":
-                for name in CUDA_NAMES:
-                    patch.setattr(torch.cuda, name, getattr(torch.mtia, name))
-                patch.setattr(torch.cuda, "Stream", lambda device=None, priority=0: torch.mtia.Stream())
+        with cuda_means(device) if self.names_cuda and device.type == "mtia" else contextlib.nullcontext():
             if not self.cls.endswith("CompAutograd"):
                 yield
                 return

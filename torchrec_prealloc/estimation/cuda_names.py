@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-_NAMES = ("Event", "stream", "current_stream", "default_stream", "set_device", "synchronize")
+_NAMES = ("Event", "stream", "current_stream", "default_stream", "set_device", "current_device", "synchronize")
 
 
 @contextlib.contextmanager
