@@ -68,6 +68,19 @@ def test_what_is_better_is_drawn_and_ours_stands_out(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.usefixtures("fake")
+def test_what_was_not_run_is_left_out_of_the_picture_and_stands_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("a", {"x": 1.5, "on": "CPU"}), Row("b", {"on": "not run: needs two ranks"})]
+    sys.modules["fake.path"].run = lambda full: rows  # type: ignore[attr-defined]
+    command.run(SimpleNamespace(names=[], check=False, full=False, out=tmp_path))  # type: ignore[arg-type]
+    printed = capsys.readouterr().out
+    assert "not run: needs two ranks" in printed
+    assert "nothing to draw" not in printed
+    assert (tmp_path / "fake.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("error", [plot.PlotUnavailable("no matplotlib"), ValueError("no figures")])
 def test_what_cannot_be_drawn_is_said_and_the_table_is_there(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

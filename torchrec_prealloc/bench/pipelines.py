@@ -37,6 +37,8 @@ COLUMNS = (
     Column("on", "measured on"),
 )
 
+PICTURE = ("ratio",)
+
 SPEED, MEMORY = "steps/s", "peak reserved, MiB"
 THEIRS = "TorchRec's own"
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import statistics
 import time
 import warnings
@@ -234,11 +235,12 @@ def _compare(
     times: dict[str, list[float]] = {way: [] for way in ways}
     gc.collect()
     gc.freeze()  # else full collections of all that is loaded fall into one way's turn each time
-    end = time.monotonic() + seconds_at_most
+    end, order = time.monotonic() + seconds_at_most, random.Random(0)
     for done in range(rounds):
         if done >= LEAST_ROUNDS and time.monotonic() > end:
             break
-        for way, move in ways.items():
+        # In another order each time, else a full collection that one way's garbage brings about falls into the same turn.
+        for way, move in order.sample(list(ways.items()), len(ways)):
             move()  # else the way that follows one of the same code finds its caches warm, and others do not
             _synchronize(device)  # else a full queue, or memory that is still read, would be in the time
             times[way].append(_timed(move, device))
