@@ -86,14 +86,14 @@ def _draw(module: Any, table: Table, path: Path, machine: str) -> None:
     from torchrec_prealloc.bench.table import Row
 
     keys = getattr(module, "PICTURE", None) or [column.key for column in table.columns if column.better]
-    rows = [Row(row.name, {key: row.figures.get(key) for key in keys}) for row in table.rows]
+    # A row that says why it was not run has nothing to draw.
+    rows = [row for row in table.rows if any(row.figures.get(key) is not None for key in keys)]
     drawn = dataclasses.replace(
         table,
         columns=tuple(column for column in table.columns if column.key in keys),
-        # A row that says why it was not run has nothing to draw.
-        rows=tuple(row for row in rows if any(figure is not None for figure in row.figures.values())),
+        rows=tuple(Row(row.name, {key: row.figures.get(key) for key in keys}) for row in rows),
     )
-    places = sorted({str(row.figures["on"]) for row in table.rows if row.figures.get("on")})
+    places = sorted({str(row.figures["on"]) for row in rows if row.figures.get("on")})
     footnote = f"measured on: {', '.join(places)}; {machine}" if places else machine
     try:
         write_plot(drawn, path, f"{table.subject}: {module.SUMMARY}", _is_ours, footnote)

@@ -239,7 +239,7 @@ def _compare(
     for done in range(rounds):
         if done >= LEAST_ROUNDS and time.monotonic() > end:
             break
-        # In another order each time, else a full collection that one way's garbage brings about falls into the same turn.
+        # In another order each time, else a full collection that one way's garbage brings about is always another's.
         for way, move in order.sample(list(ways.items()), len(ways)):
             move()  # else the way that follows one of the same code finds its caches warm, and others do not
             _synchronize(device)  # else a full queue, or memory that is still read, would be in the time
