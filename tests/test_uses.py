@@ -62,6 +62,11 @@ def test_a_config_trains_or_evaluates(file: Path, simulated_accelerator: torch.d
             assert torch.isfinite(pipeline.progress(iterator)[0])
 
 
+def test_the_options_that_are_shown_as_defaults_are_all_there_are_and_the_defaults() -> None:
+    section = yaml.safe_load((CONFIGS / "sparse_dist.yaml").read_text())["pipeline"]
+    assert section["prealloc"] == dataclasses.asdict(PreallocConfig())
+
+
 def test_the_flags_are_those_of_the_parser() -> None:
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@")
     add_prealloc_flags(parser)

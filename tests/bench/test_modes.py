@@ -19,6 +19,8 @@ def test_ours_holds_nothing_on_side_streams_and_no_more_than_a_blocking_copy_and
         theirs, ours = (figures[f"{what}: {way}"] for way in (NON_BLOCKING, PREALLOCATED))
         assert theirs["side"]
         assert theirs["reserved"] > ours["reserved"]  # type: ignore[operator]
+    coarse = figures[f"TrainPipelineSparseDist: {PREALLOCATED}, {modes.COARSE}"]
+    assert coarse["reserved"] == 3 * 16  # the batches alive, each in a power of two
     assert {row.figures["on"] for row in rows} == {"simulator"}
 
 
