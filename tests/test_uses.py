@@ -71,7 +71,7 @@ def test_the_flags_are_those_of_the_parser() -> None:
     parser = argparse.ArgumentParser(fromfile_prefix_chars="@")
     add_prealloc_flags(parser)
     args = parser.parse_args([f"@{CONFIGS / 'uses' / 'flags.txt'}"])
-    assert PreallocConfig.from_args(args) == PreallocConfig(direct_bytes=1 << 20)
+    assert PreallocConfig.from_args(args) == PreallocConfig(direct_bytes=1 << 18)
 
 
 def test_the_hydra_config_builds() -> None:
