@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrec_prealloc import shipment
 from torchrec_prealloc.batch_types import BatchError
 from torchrec_prealloc.capture import Capture, runs_in
+from torchrec_prealloc.transfer import TransferEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore:batch of class")
 
@@ -100,6 +101,22 @@ def test_conversions_are_gathered_into_one_copy(device: torch.device) -> None:
         **{f"t{i}": values(4) for i in range(50)},
     )
     assert engine.stats.copies == engine.stats.allocations == 1
+
+
+def test_memory_for_conversions_grows_with_the_batches_and_a_small_batch_takes_little(device: torch.device) -> None:
+    def doubled(batch: Any, device: torch.device) -> dict[str, Any]:
+        return {name: tensor.to(device, torch.float64) for name, tensor in batch.__dict__.items()}
+
+    cls, engine, sizes = batch_class(doubled), TransferEngine(device), []
+    for count in (1, 320, 320, 1):
+        engine.stats.reset()
+        arrived = engine.start(cls(**{f"t{i}": values(128) for i in range(count)})).wait()
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in vars(arrived).values()}
+        assert engine.stats.allocations == engine.stats.copies == len(storages)
+        sizes.append(sorted(storages.values()))
+    engine.close()
+    # 320 KiB of which nothing is known, then with room for what was there before.
+    assert sizes == [[64 << 10], [64 << 10, 128 << 10, 256 << 10], [320 << 10], [320 << 10]]
 
 
 def test_arithmetic_costs_a_second_copy_and_no_more(device: torch.device) -> None:

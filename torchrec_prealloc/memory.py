@@ -15,6 +15,8 @@ from torchrec_prealloc.held import HeldTensors, Watched
 from torchrec_prealloc.ring import Ring
 from torchrec_prealloc.runs import Structure
 
+FIRST_CAPTURE_BYTES = 64 << 10
+
 
 class Memory:
     """Gives a batch its device memory.
@@ -35,6 +37,8 @@ class Memory:
     ) -> None:
         self.structures: dict[int, Structure] = {}
         """By the number of tensors."""
+        self.capture_bytes = FIRST_CAPTURE_BYTES
+        """The most that conversions of classes' own `to` took together in a batch so far, where they are gathered."""
         self.held = HeldTensors()
         self.held_in_packed = HeldTensors()
         """The same for the tensors inside packed batches."""

@@ -27,7 +27,7 @@ from torchrec_prealloc.runs import Region, Structure, structure_of
 from torchrec_prealloc.staging import Staging
 
 CAPTURE_BYTES = 1 << 20
-"""Size of the arenas for conversions of a class' own `to`, whose sizes are not known beforehand."""
+"""Largest arena for conversions of a class' own `to`, whose sizes are not known beforehand."""
 BACKGROUND_BYTES = 1 << 20
 """Memory that is not pinned is gathered by the thread in the background from this size on. Below it, handing the work
 over takes the main thread about as long as the work."""
@@ -123,6 +123,10 @@ class Shipment:
         self._isolate = isolate
         self._flush = flush
         self._open: Arena | None = None
+        self._next_capture = memory.capture_bytes
+        """Size of the next arena for conversions of a class' own `to`."""
+        self._captured = 0
+        """Bytes in such arenas."""
         self._pinning: list[Tensor] | None = None
         """Host tensors whose memory is asked whether it is pinned, where that is due."""
         self._learning: set[int] = set()
@@ -381,7 +385,11 @@ class Shipment:
         nbytes = source.numel() * source.element_size()
         if not self._isolate and nbytes < min(self._direct_bytes, CAPTURE_BYTES):
             if self._open is None or not self._open.fits(nbytes):
-                self._open = self._new_arena(CAPTURE_BYTES)
+                self._open = self._new_arena(max(self._next_capture, aligned(nbytes)))
+                self._next_capture = min(2 * self._next_capture, CAPTURE_BYTES)
+            self._captured += aligned(nbytes)
+            # The next batch finds room for all of it in one arena.
+            self.memory.capture_bytes = min(max(self.memory.capture_bytes, self._captured), CAPTURE_BYTES)
             return self._open.add(source, form)
         if source.stride() == form[2] and self._can_leave(source):
             target = Views(self._allocate(_size(nbytes), self._isolate)).at(0, form)

@@ -36,7 +36,7 @@ runs. Copies and allocations are those that a device would see; they and the mem
 
 _ON_THE_SIMULATOR = f"""\
 Simulated: {STEPS} steps of each way in one rank, PyTorch's allocator rules on a simulated device; no GPU was measured.
-What side streams hold, the main stream cannot use. Of a first batch ours does not know the size: it takes 1 MiB."""
+What side streams hold, the main stream cannot use."""
 
 
 def summarise(runs: Sequence[Run]) -> Table:
