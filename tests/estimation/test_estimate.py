@@ -101,7 +101,7 @@ def test_every_pipeline_class_runs_or_says_what_it_lacks(name: str, simulated_ac
 
 def test_a_model_of_ones_own_counts_its_input_dist(simulated_accelerator: torch.device) -> None:
     found = estimate(
-        TrainPipelineSparseDist, make_batches(1, size=4096)[0], model=sharded, device=simulated_accelerator, steps=6
+        TrainPipelineSparseDist, make_batches(1, size=1 << 17)[0], model=sharded, device=simulated_accelerator, steps=6
     )
     # The dist's ids are on a side stream of TorchRec's, which no way of copying changes.
     assert 0 < found.ways[PREALLOCATED].side < found.ways[NON_BLOCKING].side

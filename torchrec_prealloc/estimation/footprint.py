@@ -56,7 +56,10 @@ class Footprint:
 def footprint(
     step: Callable[[], Any], device: torch.device, steps: int, ahead: bool = True, strict: bool = False
 ) -> Footprint:
-    """Run steps, and say what they held.
+    """Run steps, and say what they held beyond what was reserved before.
+
+    Small tensors may fit free room of segments that live tensors hold open, and then add nothing: a process that has
+    used its side streams already may count up to 2 MiB too little for each of them.
 
     Args:
         step: one step; a StopIteration ends the run early.
