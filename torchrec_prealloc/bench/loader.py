@@ -9,8 +9,7 @@ way, as a pipeline does.
 With `full`, tensors that already are in shared memory, too: by size, as they are packed, and if all of them were copied
 (`packing.SHARED_BYTES` is chosen from these rows).
 
-`NEXT` is the row for what comes after: the main thread's time to send a packed batch on, beside TorchRec's in-place
-path (`ModelInput.to`) for the same batch.
+What comes after, the main thread's time to send a packed batch on, is in `bench transfer`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -36,18 +34,17 @@ from torchrec_prealloc import packing
 from torchrec_prealloc.bench.machine import CPU
 from torchrec_prealloc.bench.table import Column, Row
 from torchrec_prealloc.loader import pack
-from torchrec_prealloc.transfer import TransferEngine
 
 NAME = "loader"
 SUMMARY = "Batches a second through DataLoader workers, packed and not, and open descriptors."
 
 HELD = 3
 """Batches that a pipeline holds at once."""
-ROUNDS, FULL_ROUNDS = 4, 15
-SECONDS = 0.3
+ROUNDS, FULL_ROUNDS = 5, 20
+SECONDS = 0.2
 """That each way runs in each round, at least."""
-MIN_BATCHES, MAX_BATCHES = 12, 60
-"""In one round. With fewer the batches that were made ahead would count."""
+MIN_BATCHES, MAX_BATCHES = 6, 40
+"""In one round."""
 
 COLUMNS = (
     Column("plain", "batches/s plain", digits=1),
@@ -63,7 +60,6 @@ COLUMNS = (
 PICTURE = ("ratio",)
 
 STRESS, MANY, LARGE, JAGGED = "600 × 16 floats + 2 KJTs", "100 × 400 KB", "5 × 20 MB", "one KJT of 64 MB"
-NEXT = "main thread, packed / TorchRec in place"
 SHARED, IF_COPIED = "in shared memory", "if copied"
 SHARED_SIZES = (16 << 10, 64 << 10, 128 << 10, 256 << 10, 1 << 20, 4 << 20)
 SHARED_COUNT, SHARED_SETS = 8, 6
@@ -79,17 +75,12 @@ class Targets:
     shared: float = 0.85
     """Nothing is copied, packed or not: the little that packing itself costs shows."""
     descriptors: float = 2.0
-    main_thread: float = 0.25
 
     def missed(self, rows: Iterable[Row]) -> list[str]:
         """What the rows do not hold to, in words."""
         said = []
         for row in rows:
             ratio = float(row.figures["ratio"] or 0)
-            if row.name == NEXT:
-                if ratio > self.main_thread:
-                    said.append(f"{row.name}: {ratio:.3f}, over {self.main_thread}")
-                continue
             if row.name.endswith(IF_COPIED):
                 continue
             wanted = {STRESS: self.stress, MANY: self.many}.get(row.name.partition(", ")[0], self.others)
@@ -181,16 +172,15 @@ def _all_copied(batch: Any) -> Any:
 
 
 def run(full: bool = False) -> list[Row]:
-    """One row for each batch and number of workers, and one for the main thread's time."""
+    """One row for each batch and number of workers; with `full` also for tensors that are in shared memory already."""
     rounds = FULL_ROUNDS if full else ROUNDS
-    next_rows = _next_row()
     rows = []
     for workers in (1, 2):
         name = f"{workers} worker{'s' * (workers > 1)}"
         for batch, make in BATCHES.items():
             collates = {"plain": _copied, "packed": _copied_and_packed}
             rows.append(_row(f"{batch}, {name}", functools.partial(_Again, make), collates, workers, rounds))
-    return [*rows, *(_shared_rows(rounds) if full else ()), *next_rows]
+    return [*rows, *(_shared_rows(rounds) if full else ())]
 
 
 def _shared_rows(rounds: int) -> Iterator[Row]:
@@ -256,27 +246,3 @@ def _descriptors(loader: Iterator[Any]) -> float:
 
 def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def _next_row() -> list[Row]:
-    """None, where TorchRec's in-place path asks for a CUDA stream whatever the device, as older ones do."""
-    batch, cpu = _stress(), torch.device("cpu")
-    try:
-        batch.to(cpu, True, torch.cpu.Stream())
-    except (RuntimeError, AssertionError):
-        return []
-    packed, engine, stream = pack(batch), TransferEngine(cpu), torch.cpu.Stream()
-    times: dict[str, list[float]] = {"packed": [], "torchrec": []}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _ in range(300):
-            start = time.perf_counter()
-            engine.start(packed).wait()
-            between = time.perf_counter()
-            batch.to(cpu, True, stream)
-            end = time.perf_counter()
-            times["packed"].append(between - start)
-            times["torchrec"].append(end - between)
-    ratios = [ours / theirs for ours, theirs in zip(times["packed"][10:], times["torchrec"][10:], strict=True)]
-    figures = {"ratio": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
-    return [Row(NEXT, {**figures, "baseline": "TorchRec in place", "on": CPU})]
