@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from kinds import CPU, KINDS, Kind, of_batches
+from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.streamable import Pipelineable
 
 from torchrec_prealloc import simulator, versions
@@ -256,6 +257,20 @@ def test_a_custom_forward_is_called(device: torch.device) -> None:
         seen.append([[float(pipeline.progress(iterator)[0]) for _ in range(5)], len(calls)])
     assert seen[0] == seen[1]
     assert seen[0][1] == 5
+
+
+def test_a_compiled_model_gives_torchrecs_outputs() -> None:
+    """Dynamo and autograd's tracing look at what a tensor is: dtype, strides, whether it is a view."""
+    from torchrec.distributed.train_pipeline.train_pipelines import TorchCompileConfig
+
+    kind, seen = KINDS["pt2"], []
+    for cls in (kind.theirs(), kind.ours()):
+        torch.compiler.reset()
+        compiled = CompileCounterWithBackend("aot_eager")
+        configs = TorchCompileConfig(backend=compiled, compile_on_iter=2)  # type: ignore[arg-type]
+        seen.append(kind.run(cls, CPU, STEPS, compile_configs=configs))
+        assert compiled.frame_count
+    assert seen[0] == seen[1]
 
 
 def test_where_torchrec_makes_no_streams_ours_copies_on_its_own(simulated_accelerator: torch.device) -> None:
