@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,12 @@ import torch.distributed as dist
 from gpu_stand_ins import backend, stand_in
 
 pytest_plugins = ["torchrec_prealloc.simulator.testing"]
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: the many collections of the tests need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,6 +42,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group(backend(on), init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    gc.collect()  # pipelines hold it in cycles, and a forked child that collects it hangs: it joins its threads
 
 
 @pytest.fixture(params=["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrec_prealloc.finalizing import finalize
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 SLACK = 8
@@ -94,7 +96,7 @@ class PinnedMemory:
         self._lock = threading.Lock()
         self._warned = False
         # Also at exit, while there is still a device to wait for.
-        self._finalizer = weakref.finalize(self, _release, self._sets, wait_for)
+        finalize(self, _release, self._sets, wait_for)
 
     @property
     def nbytes(self) -> int:

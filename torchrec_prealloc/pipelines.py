@@ -26,6 +26,7 @@ from torchrec.streamable import Multistreamable
 from torchrec_prealloc import versions
 from torchrec_prealloc.batch import tensors_in
 from torchrec_prealloc.config import PreallocConfig
+from torchrec_prealloc.finalizing import finalize
 from torchrec_prealloc.measured import MeasuredEngine
 from torchrec_prealloc.rebinding import Rebinding
 from torchrec_prealloc.stats import TransferStats
@@ -275,7 +276,7 @@ class PreallocPipeline:
             device, side = self._place()
             self._lazy_engine = engine = PreallocPipeline.engine_type(device, side, self.prealloc)
             # A pipeline that is dropped in the middle: its batches go after their copies and readers.
-            weakref.finalize(self, engine.reset).atexit = False
+            finalize(self, engine.reset, at_exit=False)
         return self._lazy_engine
 
     def _place(self) -> tuple[torch.device, Any]:

@@ -157,5 +157,6 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        gc.collect()  # pipelines hold it in cycles, and a forked child that collects it hangs: it joins its threads
         if set_here:
             del os.environ["LOCAL_WORLD_SIZE"]
