@@ -42,7 +42,13 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group(backend(on), init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    gc.collect()  # pipelines hold it in cycles, and a forked child that collects it hangs: it joins its threads
+
+
+@pytest.fixture
+def collected() -> None:
+    """For tests that fork: pipelines hold process groups in cycles, and a child that collects one of gloo's joins
+    threads which it has not, and hangs. For each test this would take minutes in all."""
+    gc.collect()
 
 
 @pytest.fixture(params=["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -30,6 +30,8 @@ from torchrec_prealloc.codec import CodecError
 from torchrec_prealloc.loader import PackedBatch, pack, packed
 from torchrec_prealloc.transfer import TransferEngine
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 
 def make(index: int) -> dict[str, Any]:
     """Batch number `index`; every third has another structure."""

@@ -8,6 +8,8 @@ from torchrec_prealloc import packing
 from torchrec_prealloc.bench import loader
 from torchrec_prealloc.bench.table import Row, Table
 
+pytestmark = pytest.mark.usefixtures("collected")
+
 MIB = 1 << 20
 
 

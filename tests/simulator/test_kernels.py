@@ -108,6 +108,7 @@ def test_a_jagged_tensor(device: torch.device) -> None:
         assert permuted(device) == permuted(torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_loader_pins_its_batches(device: torch.device, workers: int) -> None:
     loader = DataLoader(list(torch.arange(8.0)), batch_size=4, num_workers=workers, pin_memory=True)  # type: ignore[arg-type]
